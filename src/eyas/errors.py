@@ -1,0 +1,56 @@
+"""The error tree. Every message says what happened, where, and what to do next.
+
+    EyasError
+    ├── ConfigError      exit 2   a flag, a config key or an input file the user can correct
+    ├── EngineError      exit 3   the inference engine or server: absent, wrong model, no plugin
+    ├── IntegrityError   exit 4   bytes that are not what they claim to be
+    └── StoreError       exit 5   the store or its disks: full, leased, foreign
+
+A traceback is for a bug only: `cli` prints these and exits with `exit_code`.
+"""
+
+from __future__ import annotations
+
+
+class EyasError(Exception):
+    """Base of every error a user may see.
+
+    Args:
+        what: what happened, one short clause.
+        where: the file, URL, row or key it happened at; may be empty.
+        hint: what to do next; may be empty.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, where: object = "", hint: str = "") -> None:
+        self.what, self.where, self.hint = what, str(where), hint
+        super().__init__(what, str(where), hint)
+
+    def __str__(self) -> str:
+        text = f"{self.what}: {self.where}" if self.where else self.what
+        return f"{text} ({self.hint})" if self.hint else text
+
+
+class ConfigError(EyasError):
+    """A flag, config key or input file that the user can correct."""
+
+    exit_code = 2
+
+
+class EngineError(EyasError):
+    """The inference engine or server is absent, misconfigured or of another model."""
+
+    exit_code = 3
+
+
+class IntegrityError(EyasError):
+    """Bytes are not what they claim to be."""
+
+    exit_code = 4
+
+
+class StoreError(EyasError):
+    """The store or the disk under it: full, leased by another process, of another run."""
+
+    exit_code = 5
