@@ -1,0 +1,178 @@
+"""The exact command that starts an SGLang server with the capture plugin active.
+
+`serve_command` is a pure plan (flags by release, plugin settings by environment); `ServeCommand.shell` prints it for
+another machine, `ServeCommand.run` becomes it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from eyas.capture.contract import DTYPES, LAST_MODES, SETTINGS_ENV, ServerSettings, default_layers
+from eyas.errors import ConfigError
+
+NEWEST_TESTED: Final = "0.5.23"
+OLDEST_SUPPORTED: Final = "0.5.17"
+_OWN_FLAGS_SINCE: Final = (0, 5, 23)  # the first release with --enable-return-aux-hidden-states
+
+
+@dataclass(frozen=True, slots=True)
+class ServeCommand:
+    """A command line and what it needs in the environment.
+
+    Attributes:
+        argv: the program and its arguments.
+        env: variables to add to the environment.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+    def shell(self) -> str:
+        """One line to paste into a POSIX shell: environment first, everything quoted."""
+        return " ".join([*(f"{key}={shlex.quote(value)}" for key, value in self.env.items()), shlex.join(self.argv)])
+
+    def run(self) -> NoReturn:
+        """Replace this process by the server.
+
+        Raises:
+            ConfigError: when the program cannot be started.
+        """
+        try:
+            os.execvpe(self.argv[0], list(self.argv), {**os.environ, **self.env})
+        except OSError as error:
+            raise ConfigError(
+                f"cannot start the server ({error.strerror})", self.argv[0], "name the Python that has SGLang installed"
+            ) from error
+
+
+def installed_sglang() -> str | None:
+    """Version of SGLang in this environment, None when there is none."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def serve_command(  # noqa: PLR0913 - every argument is one documented choice of the user
+    model: str,
+    *,
+    layers: Sequence[int] | None = None,
+    last: str = "loss",
+    dtype: str = "bf16",
+    spool: str | Path | None = None,
+    quota_bytes: int = 8 << 30,
+    port: int = 30000,
+    sglang_version: str | None = None,
+    extra: Sequence[str] = (),
+    python: str | None = None,
+    mode: int = 0o600,
+    group: str | None = None,
+) -> ServeCommand:
+    """Plan the server for a target.
+
+    Args:
+        model: folder, or name on the Hugging Face hub.
+        layers: 0-based layers whose output is captured; None takes `contract.default_layers` of the model's config.
+        last, dtype, quota_bytes, mode, group: as in `contract.ServerSettings`.
+        spool: folder for finished records, shared by server and client; None is /dev/shm/eyas-<port>.
+        port: where the server listens.
+        sglang_version: the release that will run the command; None takes the installed one, else the newest tested.
+        extra: further SGLang arguments, appended as they are.
+        python: interpreter that has SGLang; None is this one where SGLang is installed, else `python`.
+
+    Raises:
+        ConfigError: an unsupported release, unreadable config, or layers that must be named and are not.
+    """
+    if last not in LAST_MODES or dtype not in DTYPES:
+        raise ConfigError(
+            "unknown capture setting", f"last={last}, dtype={dtype}", f"last: {LAST_MODES}; dtype: {tuple(DTYPES)}"
+        )
+    if quota_bytes < 1:
+        raise ConfigError("the spool quota must be positive", f"quota_bytes={quota_bytes}")
+    installed = installed_sglang()
+    version = sglang_version or installed or NEWEST_TESTED
+    chosen = _chosen_layers(model, layers)
+    settings = ServerSettings(
+        layers=chosen,
+        spool=str(spool if spool is not None else f"/dev/shm/eyas-{port}"),
+        last=last,
+        dtype=dtype,
+        quota_bytes=quota_bytes,
+        mode=mode,
+        group=group,
+    )
+    program = python or (sys.executable if installed else "python")
+    argv = (program, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port))
+    return ServeCommand((*argv, *_capture_flags(version, chosen), *extra), {SETTINGS_ENV: settings.to_env()})
+
+
+def _capture_flags(version: str, layers: Sequence[int]) -> tuple[str, ...]:
+    release = _release(version)
+    if release < _release(OLDEST_SUPPORTED):
+        raise ConfigError(
+            "this SGLang release is not supported", f"sglang {version}", f"use {OLDEST_SUPPORTED} or newer"
+        )
+    if release >= _OWN_FLAGS_SINCE:
+        # The algorithm only names the convention for layer ids (DFLASH: the output of layer i); no draft is loaded.
+        return (
+            "--enable-return-aux-hidden-states",
+            "--speculative-algorithm",
+            "DFLASH",
+            "--return-aux-hidden-state-layer-ids",
+            *map(str, layers),
+        )
+    return ("--enable-return-hidden-states", "--return-hidden-states-mode", "full")
+
+
+def _release(version: str) -> tuple[int, int, int]:
+    match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
+    if match is None:
+        raise ConfigError("not an SGLang version", version, f"give one like {NEWEST_TESTED}")
+    return int(match[1]), int(match[2]), int(match[3])
+
+
+def _chosen_layers(model: str, layers: Sequence[int] | None) -> tuple[int, ...]:
+    if layers:
+        chosen = tuple(layers)
+        if list(chosen) != sorted(set(chosen)) or chosen[0] < 0:
+            raise ConfigError("layers must be ascending, distinct and not negative", f"layers={list(chosen)}")
+        return chosen
+    depth = read_text_config(model).get("num_hidden_layers")
+    if not isinstance(depth, int):
+        raise ConfigError("the config names no num_hidden_layers", model, "name the layers to capture")
+    try:
+        return default_layers(depth)
+    except ValueError as error:
+        raise ConfigError(str(error), model, f"name ascending layers from 0 to {depth - 1}") from error
+
+
+def read_text_config(model: str) -> dict[str, Any]:
+    """The text model's part of a model's config.json (folder or hub name).
+
+    Raises:
+        ConfigError: missing, unreachable or not JSON.
+    """
+    try:
+        path = Path(model, "config.json") if Path(model).is_dir() else Path(hf_hub_download(model, "config.json"))
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ConfigError(
+            f"cannot read the model's config.json ({type(error).__name__})", model, "name the layers to capture"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError("config.json is not an object", model)
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config

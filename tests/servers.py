@@ -1,0 +1,182 @@
+"""Real SGLang servers on CPU for tests: started by our own serve command, with the extras a CPU needs.
+
+The server runs in `.venv-sglang` (versions frozen in constraints/sglang-cpu.txt, this package installed beside it).
+Where that environment is missing tests are skipped; in CI a skip would hide a failure, so there it is one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.serve import serve_command
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = Path(os.environ.get("EYAS_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
+STAND_INS = Path(__file__).parent / "sglang_cpu"
+START_DEADLINE_S = 300.0
+CPU_ENV = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "PYTHONPATH": f"{STAND_INS / 'stubs'}{os.pathsep}{STAND_INS / 'plugin'}",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "2",
+    "PYTHONUNBUFFERED": "1",
+}
+CPU_FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--host", "127.0.0.1"),
+    *("--mem-fraction-static", "0.3", "--max-total-tokens", "16384", "--sleep-on-idle"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server.
+
+    Attributes:
+        url: http://127.0.0.1:<port>
+        spool: its record folder.
+        log: its stdout and stderr.
+        pid: leader of its process group.
+    """
+
+    url: str
+    spool: Path
+    log: Path
+    pid: int
+
+    def generate(self, **payload: Any) -> Any:
+        """POST /generate. Raises urllib.error.HTTPError for a refusal."""
+        return _call(f"{self.url}/generate", payload, timeout_s=120)
+
+    def log_tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _call(url: str, payload: Mapping[str, Any] | None, timeout_s: float) -> Any:
+    data = None if payload is None else json.dumps(payload).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        body = response.read()
+    return json.loads(body) if body else None
+
+
+def free_port() -> int:
+    """A port nobody listens on. SGLang derives its own ports from it, so stay well below the ephemeral range."""
+    with socket.socket() as probe:
+        for port in range(21000 + os.getpid() % 4000, 32000, 7):
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port")
+
+
+def require_sglang() -> None:
+    """Skip the calling test where the SGLang environment is missing; fail it in CI."""
+    if not PYTHON.exists():
+        message = f"{PYTHON} is missing: `make test` prepares it"
+        if os.environ.get("CI", "").lower() in ("1", "true"):
+            pytest.fail(message)
+        pytest.skip(message)
+
+
+@contextmanager
+def sglang_server(
+    model: Path,
+    folder: Path,
+    *,
+    layers: Sequence[int] | None = None,
+    dtype: str = "float32",
+    flags: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Iterator[Server]:
+    """Start the server, yield it when it answers, stop its whole process group at the end.
+
+    Args:
+        model: folder of the target.
+        folder: for the spool and the log; made when missing.
+        layers: as in `serve_command`.
+        dtype: computation dtype, `float32` or `bfloat16`; records are f32 or bf16 with it unless `settings` say else.
+        flags: further SGLang flags.
+        env: further environment; an empty EYAS_CAPTURE switches the plugin off.
+        settings: further keyword arguments of `serve_command` (last, quota_bytes, ...).
+    """
+    require_sglang()
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    settings = {"dtype": {"float32": "f32", "bfloat16": "bf16"}[dtype], "spool": folder / "spool"} | settings
+    command = serve_command(
+        str(model),
+        layers=layers,
+        port=port,
+        sglang_version=_sglang_version(),
+        python=str(PYTHON),
+        extra=[*CPU_FLAGS, "--dtype", dtype, *flags],
+        **settings,
+    )
+    log = folder / "server.log"
+    environment = {**os.environ, **CPU_ENV, **command.env, **(env or {})}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command.argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        server = Server(f"http://127.0.0.1:{port}", Path(settings["spool"]), log, process.pid)
+        try:
+            _wait_ready(server, process)
+            yield server
+        finally:
+            _stop(process)
+
+
+def _sglang_version() -> str:
+    code = "import importlib.metadata as m; print(m.version('sglang'))"
+    return subprocess.run([PYTHON, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _wait_ready(server: Server, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with {process.returncode}:\n{server.log_tail(60)}")
+        try:
+            _call(f"{server.url}/health", None, timeout_s=5)
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+        else:
+            return
+    raise RuntimeError(f"the server was not ready within {START_DEADLINE_S:.0f} s:\n{server.log_tail(60)}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for number, patience_s in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(patience_s)
+        except ProcessLookupError:
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    with suppress(ProcessLookupError):  # the leader is gone; schedulers that outlived it must go too
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
