@@ -1,3 +1,89 @@
-"""Eyas turns a served language model into an EAGLE-3 draft model."""
+"""Eyas turns a served language model into an EAGLE-3 draft model.
+
+    import eyas
+    eyas.prepare_corpus([Path("chats.jsonl")], "HuggingFaceTB/SmolLM2-135M-Instruct", Path("corpus.parquet"))
+    eyas.extract_states(Path("corpus.parquet"), Path("store"), server="http://localhost:30000")
+    row = eyas.StoreReader("store")[0]        # row.tokens, row.aux [T, A, H], row.last [L, H], ...
+
+The names below are the public ones; each is imported when first used, so `import eyas` is quick and torch-free.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eyas.capture.contract import CaptureSpec
+    from eyas.config import Config
+    from eyas.config import load as load_config
+    from eyas.data.corpus import Corpus
+    from eyas.data.prepare import prepare as prepare_corpus
+    from eyas.demo import run_demo
+    from eyas.errors import ConfigError, EngineError, EyasError, IntegrityError, Interrupted, StoreError
+    from eyas.extract.runner import extract as extract_states
+    from eyas.extract.runner import plan as plan_extraction
+    from eyas.serve import serve_command
+    from eyas.store.move import move_shards
+    from eyas.store.reader import StoreDataset, StoreReader
+    from eyas.store.writer import StoreWriter
+    from eyas.verify import verify as verify_store
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "CaptureSpec": "capture.contract",
+    "Config": "config",
+    "ConfigError": "errors",
+    "Corpus": "data.corpus",
+    "EngineError": "errors",
+    "EyasError": "errors",
+    "IntegrityError": "errors",
+    "Interrupted": "errors",
+    "StoreDataset": "store.reader",
+    "StoreError": "errors",
+    "StoreReader": "store.reader",
+    "StoreWriter": "store.writer",
+    "extract_states": "extract.runner:extract",
+    "load_config": "config:load",
+    "move_shards": "store.move",
+    "plan_extraction": "extract.runner:plan",
+    "prepare_corpus": "data.prepare:prepare",
+    "run_demo": "demo",
+    "serve_command": "serve",
+    "verify_store": "verify:verify",
+}
+
+__all__ = [
+    "CaptureSpec",
+    "Config",
+    "ConfigError",
+    "Corpus",
+    "EngineError",
+    "EyasError",
+    "IntegrityError",
+    "Interrupted",
+    "StoreDataset",
+    "StoreError",
+    "StoreReader",
+    "StoreWriter",
+    "extract_states",
+    "load_config",
+    "move_shards",
+    "plan_extraction",
+    "prepare_corpus",
+    "run_demo",
+    "serve_command",
+    "verify_store",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'eyas' has no attribute {name!r}")
+    module, _, attribute = _HOME[name].partition(":")
+    return getattr(import_module(f"eyas.{module}"), attribute or name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -4,7 +4,8 @@
     ├── ConfigError      exit 2   a flag, a config key or an input file the user can correct
     ├── EngineError      exit 3   the inference engine or server: absent, wrong model, no plugin
     ├── IntegrityError   exit 4   bytes that are not what they claim to be
-    └── StoreError       exit 5   the store or its disks: full, leased, foreign
+    ├── StoreError       exit 5   the store or its disks: full, leased, foreign
+    └── Interrupted      exit 130 Ctrl-C or SIGTERM, after draining what was in flight
 
 A traceback is for a bug only: `cli` prints these and exits with `exit_code`.
 """
@@ -54,3 +55,9 @@ class StoreError(EyasError):
     """The store or the disk under it: full, leased by another process, of another run."""
 
     exit_code = 5
+
+
+class Interrupted(EyasError):
+    """The user stopped the run; what was in flight is journalled and the same command resumes."""
+
+    exit_code = 130

@@ -100,4 +100,11 @@ class Engine(Protocol):
         """Raises EngineError only when no further row can succeed."""
         ...
 
+    async def reprobe(self) -> None:
+        """Prove plugin and spec again after a `Retry.PROBE` failure; waits while a server restarts.
+
+        Raises EngineError when it stays away or came back as another model. A no-op for engines in process.
+        """
+        ...
+
     async def close(self) -> None: ...

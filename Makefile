@@ -1,0 +1,59 @@
+# Two commands do everything on a machine with Python 3.11, make and a C compiler:
+#   make demo   the main job on this CPU: no GPU, no server
+#   make test   every test, the real SGLang server on CPU included
+PYTHON ?= python3.11
+VENV := .venv
+SGLANG := .venv-sglang
+BIN := $(VENV)/bin
+PIP_FLAGS := --quiet --disable-pip-version-check
+export EYAS_CACHE ?= $(CURDIR)/.cache
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help demo test test-fast check docs bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+	@echo "make check  lint, types, import rules, generated docs   make bench  figures on this CPU"
+	@echo "make docs   write the generated pages                   make clean  remove environments and caches"
+
+$(VENV)/ready: pyproject.toml constraints/dev.txt
+	@echo "== Python environment for Eyas in $(VENV) (about a minute)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install $(PIP_FLAGS) -c constraints/dev.txt torch==2.13.0
+	@$(BIN)/pip install $(PIP_FLAGS) -c constraints/dev.txt -e '.[dev,demo]'
+	@touch $@
+
+$(SGLANG)/ready: constraints/sglang-cpu.txt pyproject.toml
+	@echo "== SGLang 0.5.23 on CPU, every version frozen, in $(SGLANG) (about a minute)"
+	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/pip install $(PIP_FLAGS) --no-deps -r constraints/sglang-cpu.txt
+	@$(SGLANG)/bin/pip install $(PIP_FLAGS) --no-deps -e .
+	@touch $@
+
+demo: $(VENV)/ready
+	@echo "== demo: SmolLM2-135M on this CPU, results in runs/demo"
+	@$(BIN)/eyas demo
+
+test: $(VENV)/ready $(SGLANG)/ready
+	@echo "== tests, the real SGLang server on CPU included"
+	@$(BIN)/pytest
+
+test-fast: $(VENV)/ready
+	@$(BIN)/pytest -m 'not sglang and not slow'
+
+check: $(VENV)/ready
+	@echo "== lint, format, types, import rules, generated docs"
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python docs/generate.py --check
+
+docs: $(VENV)/ready
+	@$(BIN)/python docs/generate.py
+
+bench: $(VENV)/ready $(SGLANG)/ready
+	@$(BIN)/python benchmarks/extract_cpu.py
+
+clean:
+	rm -rf $(VENV) $(SGLANG) .cache runs dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

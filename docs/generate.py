@@ -1,0 +1,97 @@
+"""Write the generated pages: docs/cli.md (from the commands), docs/config.md (from the settings), docs/benchmarks.md
+(from benchmarks/results/*.json). `--check` fails when one is out of date."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from eyas.config import Config
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+
+
+def cli_page() -> str:
+    """The command reference, by typer's own generator."""
+    command = [sys.executable, "-m", "typer", "eyas.cli", "utils", "docs", "--name", "eyas"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return "\n".join(line.rstrip() for line in text.splitlines()).strip() + "\n"
+
+
+def config_page() -> str:
+    """Every setting with its default."""
+    lines = [
+        "# Settings",
+        "",
+        "`--config run.yaml` reads them from a file, `--set section.key=value` sets one. Sizes understand `2GiB`.",
+        "A key that does not exist is refused, and the nearest one is named.",
+    ]
+    for name, field in Config.model_fields.items():
+        section: type[BaseModel] = field.annotation  # pyright: ignore[reportAssignmentType]
+        lines += ["", f"## {name}", "", _first_line(section), "", "| key | default | meaning |", "|---|---|---|"]
+        for key, value in section.model_fields.items():
+            meaning = " ".join((value.description or "").split())
+            lines.append(f"| `{key}` | `{value.default}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def benchmarks_page() -> str:
+    """One table a result file: what ran where, and its rows as they were measured."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Made by `make docs` from `benchmarks/results/*.json`; nothing here is typed in by hand.",
+    ]
+    for path in sorted(RESULTS.glob("*.json")):
+        result: dict[str, Any] = json.loads(path.read_text())
+        lines += ["", f"## {result['title']}", "", result["what"], ""]
+        lines += [f"- {key}: {result[key]}" for key in ("date", "hardware", "versions", "command") if key in result]
+        rows: list[dict[str, Any]] = result["rows"]
+        columns = list(rows[0])
+        lines += ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+        lines += ["| " + " | ".join(_cell(row[column]) for column in columns) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    yield DOCS / "cli.md", cli_page()
+    yield DOCS / "config.md", config_page()
+    yield DOCS / "benchmarks.md", benchmarks_page()
+
+
+def _first_line(section: type[BaseModel]) -> str:
+    return (section.__doc__ or "").strip().splitlines()[0]
+
+
+def _cell(value: object) -> str:
+    return (
+        f"{value:,.4g}"
+        if isinstance(value, float) and abs(value) < 100
+        else f"{value:,.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def main() -> int:
+    stale = []
+    for path, text in pages():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path.name)
+            if "--check" not in sys.argv:
+                path.write_text(text, encoding="utf-8")
+    if "--check" in sys.argv and stale:
+        print(f"out of date: {', '.join(stale)}; run make docs")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""The command line: one function per verb, and the one place where errors become messages and exit codes.
+
+Exit codes: 0 done, 1 a bug, 2 input or settings, 3 engine or server, 4 integrity, 5 store or disk, 130 stopped.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+import eyas
+
+app = typer.Typer(
+    name="eyas",
+    help="Turn a served language model into an EAGLE-3 draft model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+store_app = typer.Typer(help="Look at a store, or move its shards between disks.", no_args_is_help=True)
+app.add_typer(store_app, name="store")
+
+out = Console()
+err = Console(stderr=True)
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
+Overrides = Annotated[list[str], typer.Option("--set", help="section.key=value; may be repeated.", metavar="KEY=VALUE")]
+
+
+def _reporting(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn EyasError and Ctrl-C into one message and an exit code; a traceback is left for bugs."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except eyas.EyasError as error:
+            err.print(f"[bold red]error[/] {escape(error.what)}", highlight=False, soft_wrap=True)
+            if error.where:
+                err.print(f"  where  {escape(error.where)}", highlight=False, soft_wrap=True)
+            if error.hint:
+                err.print(f"  next   {escape(error.hint)}", highlight=False, soft_wrap=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            err.print("stopped", highlight=False)
+            raise typer.Exit(130) from None
+
+    return wrapped
+
+
+def _table(lines: list[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        out.print(f"{name:<{width}}  {escape(text)}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+@_reporting
+def prepare(
+    inputs: Annotated[list[Path], typer.Argument(help="JSON-lines files of chats: `conversations` of role/content.")],
+    model: Annotated[
+        str, typer.Option(help="The target: a folder or hub id; its tokenizer and chat template are used.")
+    ],
+    corpus: Annotated[Path, typer.Option("--out", help="The corpus to write.")] = Path("corpus.parquet"),
+    show: Annotated[int, typer.Option(help="Print this many samples with the trained tokens marked.", min=0)] = 0,
+    config: ConfigFile = None,
+    overrides: Overrides = [],  # noqa: B006  typer copies it
+) -> None:
+    """Turn chats into a tokenised corpus with a loss mask.
+
+    Example: `eyas prepare chats.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct --show 2`
+    """
+    cfg = eyas.load_config(config, overrides).prepare
+    report = eyas.prepare_corpus(
+        inputs,
+        model,
+        corpus,
+        max_tokens=cfg.max_tokens,
+        too_long=cfg.too_long,
+        trust_remote_code=cfg.trust_remote_code,
+        show=show,
+        console=err,
+        show_console=out,
+    )
+    _table(report.lines())
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@_reporting
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="The target: a folder or hub id.")],
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
+    quota: Annotated[str, typer.Option(help="Most bytes of records waiting in the spool.")] = "8GiB",
+    run: Annotated[bool, typer.Option("--run", help="Start the server instead of printing the command.")] = False,
+    config: ConfigFile = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Print, or with --run execute, the SGLang command that serves MODEL with capture.
+
+    Flags that are not ours go to SGLang as they are: `eyas serve MODEL --run --tp 8 --chunked-prefill-size 8192`
+    """
+    cfg = eyas.load_config(config, [*overrides, f"serve.quota_bytes={quota}"])
+    command = eyas.serve_command(
+        model,
+        layers=cfg.capture.layers,
+        last=cfg.capture.last,
+        dtype=cfg.capture.dtype,
+        spool=cfg.server.spool,
+        quota_bytes=cfg.serve.quota_bytes,
+        port=port,
+        sglang_version=cfg.serve.sglang_version,
+        python=cfg.serve.python,
+        mode=int(cfg.serve.spool_mode, 8),
+        group=cfg.serve.spool_group,
+        extra=context.args,
+    )
+    if run:
+        command.run()
+    print(command.shell())  # noqa: T201  one line to paste: rich would wrap it
+
+
+@app.command()
+@_reporting
+def extract(
+    corpus: Annotated[Path, typer.Argument(help="What `eyas prepare` wrote.")],
+    store: Annotated[Path, typer.Argument(help="Folder for the states; an unfinished one is resumed.")],
+    server: Annotated[
+        str | None, typer.Option(help="URL of a server started by `eyas serve`; else transformers here.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The target; default: the one the corpus was prepared for.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only say what it would need; writes nothing.")] = False,
+    workers: Annotated[int, typer.Option(help="Processes, each with its own window.", min=1)] = 1,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try failed rows of earlier sessions again.")
+    ] = False,
+    config: ConfigFile = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Capture the target's hidden states for every row of CORPUS into STORE.
+
+    Example: `eyas extract corpus.parquet store --server http://localhost:30000`
+    """
+    cfg = eyas.load_config(config, overrides)
+    if plan:
+        forecast = eyas.plan_extraction(corpus, store, cfg=cfg, model=model, server=server)
+        out.print(forecast.table(), highlight=False)
+        forecast.check(store)
+        return
+    summary = eyas.extract_states(
+        corpus, store, cfg=cfg, model=model, server=server, workers=workers, retry_failed=retry_failed, console=err
+    )
+    _table(summary.lines())
+    for line in summary.first_failures:
+        err.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+    if summary.failed:
+        raise eyas.EngineError(
+            f"{summary.failed:,} rows could not be captured", store, "--retry-failed tries them again"
+        )
+
+
+@app.command()
+@_reporting
+def verify(
+    store: Annotated[Path, typer.Argument(help="The store.")],
+    corpus: Annotated[Path | None, typer.Option(help="Compare tokens and masks with this corpus.")] = None,
+    against: Annotated[str | None, typer.Option(help="Recompute sampled rows with this model in transformers.")] = None,
+    sample: Annotated[int, typer.Option(help="How many rows --against recomputes; 0 is all.", min=0)] = 16,
+    config: ConfigFile = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Check a store: structure, checksums, finiteness; identity against the corpus; values against the model.
+
+    Example: `eyas verify store --corpus corpus.parquet --against HuggingFaceTB/SmolLM2-135M-Instruct`
+    """
+    cfg = eyas.load_config(config, overrides)
+    report = eyas.verify_store(store, corpus=corpus, against=against, sample=sample, cfg=cfg.extract, console=err)
+    _table(report.lines())
+    report.check()
+
+
+@store_app.command("info")
+@_reporting
+def store_info(store: Annotated[Path, typer.Argument(help="The store.")]) -> None:
+    """Say what a store holds and how far it is."""
+    _table(eyas.StoreReader(store).lines())
+
+
+@store_app.command("move")
+@_reporting
+def store_move(
+    store: Annotated[Path, typer.Argument(help="The store.")],
+    to: Annotated[Path, typer.Option(help="Folder on the other disk.")],
+    shards: Annotated[
+        list[str] | None, typer.Argument(help="Shard names or numbers; default: all complete ones.")
+    ] = None,
+) -> None:
+    """Move complete shards to another disk, also while a run goes on; links stay in their place.
+
+    Example: `eyas store move store --to /mnt/second 0 1 2`
+    """
+    for name, outcome in eyas.move_shards(store, shards, to):
+        out.print(f"{name}  {outcome}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+@_reporting
+def demo(
+    folder: Annotated[
+        Path, typer.Option("--out", help="Where the run goes; a second run reuses what is there.")
+    ] = Path("runs/demo"),
+    cache: Annotated[Path | None, typer.Option(help="Where the converted model is kept.")] = None,
+) -> None:
+    """The whole job on this machine's CPU: SmolLM2-135M, 96 real prompts, no server."""
+    eyas.run_demo(folder, cache, console=out)
+
+
+def version(value: bool) -> None:
+    """Print the version and leave."""
+    if value:
+        out.print(f"eyas {eyas.__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Turn a served language model into an EAGLE-3 draft model."""
+
+
+def main() -> None:
+    """Entry point of the `eyas` command."""
+    sys.exit(app())

@@ -1,0 +1,215 @@
+"""Frozen settings, one section per part of the product.
+
+    cfg = load(Path("run.yaml"), ["extract.attempts=5", "capture.layers=[1, 14, 26]"])
+
+A key that does not exist is an error that names the nearest one that does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+
+from eyas.errors import ConfigError
+
+_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def _parse_bytes(value: object) -> object:
+    if isinstance(value, str):
+        text = value.strip().lower().replace("_", "")
+        for unit, factor in sorted(_UNITS.items(), key=lambda item: -len(item[0])):
+            if text.endswith(unit):
+                return int(float(text.removesuffix(unit)) * factor)
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
+"""A positive number of bytes; text such as `2GiB` or `500MB` is understood."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class PrepareConfig(Section):
+    """Chats to corpus."""
+
+    max_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Longest row in tokens."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """What happens to a longer row; a cut row gets no invented end token."""
+    trust_remote_code: bool = False
+    """Run the tokenizer code that the model's folder ships."""
+
+
+class CaptureConfig(Section):
+    """Which states are captured: the same on the server (`eyas serve`) and on the client."""
+
+    layers: tuple[int, ...] | None = None
+    """0-based decoder layers whose output is captured; default (1, N//2 - 1, N - 4) for models of 7 layers or more."""
+    last: Literal["loss", "all"] = "loss"
+    """Where the final state is kept: only the positions that training reads, or all."""
+    dtype: Literal["bf16", "f16", "f32"] = "bf16"
+
+
+class ServerConfig(Section):
+    """The inference server, and the spool it shares with us."""
+
+    spool: Path | None = None
+    """Folder the plugin writes records to; default: `eyas-<port>` in shared memory, as `eyas serve` sets it."""
+    api_key: SecretStr | None = None
+    """Bearer token; better given in the environment variable EYAS_API_KEY. Never logged."""
+    ca_file: Path | None = None
+    """Certificate authority for https URLs; default: the system's."""
+    verify_tls: bool = True
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest wait for one reply."""
+    record_deadline_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest wait for an accepted record to appear in the spool."""
+    restart_timeout_s: Annotated[float, Field(ge=0)] = 300.0
+    """How long a server that went away may take to come back."""
+
+
+class ServeConfig(Section):
+    """The server command that `eyas serve` prints or runs."""
+
+    quota_bytes: Bytes = 8 << 30
+    """Most bytes of records waiting in the spool, over all ranks."""
+    spool_mode: Annotated[str, Field(pattern="^0?[0-7]{3}$")] = "600"
+    """Permission bits of record files, octal, in quotes."""
+    spool_group: str | None = None
+    """Group of record files, for a client that runs as another user."""
+    sglang_version: str | None = None
+    """Release that will run the command; default: the installed one."""
+    python: str | None = None
+    """Interpreter that has SGLang."""
+
+
+class ExtractConfig(Section):
+    """The extraction run."""
+
+    engine: Literal["auto", "sglang", "hf", "fake"] = "auto"
+    """auto: sglang where a server is named, else hf. fake: made-up states, to rehearse disks and resume."""
+    window_requests: Annotated[int, Field(ge=1)] = 32
+    """Rows in flight, per worker."""
+    window_tokens: Annotated[int, Field(ge=1)] = 262_144
+    """Tokens in flight, per worker; a longer row goes alone."""
+    window_bytes: Bytes = 2 << 30
+    """Bytes of states in flight, per worker; never more than its share of the server's spool quota."""
+    attempts: Annotated[int, Field(ge=1, le=50)] = 3
+    """Tries before a row is recorded as failed."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What a row that failed for good means for the run."""
+    drain_s: Annotated[float, Field(ge=0)] = 60.0
+    """How long Ctrl-C waits for rows in flight; a second Ctrl-C does not wait."""
+    device: str = "auto"
+    """hf engine: torch device."""
+    model_dtype: Literal["auto", "bf16", "f16", "f32"] = "auto"
+    """hf engine: dtype the target runs in; auto is the checkpoint's own."""
+    trust_remote_code: bool = False
+
+
+class StoreConfig(Section):
+    """The store's layout."""
+
+    shard_bytes: Bytes = 2 << 30
+    """Largest shard; a row that is larger gets a shard of its own."""
+    reserve_bytes: Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0)] = 1 << 30
+    """Disk space that must stay free."""
+
+
+class FakeConfig(Section):
+    """The made-up target of the `fake` engine."""
+
+    hidden_size: Annotated[int, Field(ge=1)] = 64
+    num_layers: Annotated[int, Field(ge=1)] = 12
+    delay_s: Annotated[float, Field(ge=0)] = 0.0
+    """Time one capture takes."""
+    seed: int = 0
+
+
+class Config(Section):
+    """All settings. Sections may be left out; every value has a default."""
+
+    prepare: PrepareConfig = PrepareConfig()
+    capture: CaptureConfig = CaptureConfig()
+    serve: ServeConfig = ServeConfig()
+    server: ServerConfig = ServerConfig()
+    extract: ExtractConfig = ExtractConfig()
+    store: StoreConfig = StoreConfig()
+    fake: FakeConfig = FakeConfig()
+
+
+def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Settings from a YAML file, then `section.key=value` overrides (values are YAML).
+
+    Raises:
+        ConfigError: unreadable file, unknown key (the nearest known one is named), or a value of the wrong type.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("cannot read the config file", path, str(error)) from error
+        except yaml.YAMLError as error:
+            raise ConfigError("the config file is not YAML", path, " ".join(str(error).split())) from error
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError("the config file must hold sections", path, "for example 'extract: {attempts: 5}'")
+        data = loaded or {}
+    where = str(path) if path else "--set"
+    for text in overrides:
+        _override(data, text)
+    _reject_unknown(data, Config, where)
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"bad value for {key}: {first['msg']}", where) from error
+
+
+def _override(data: dict[str, Any], text: str) -> None:
+    key, sign, value = text.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (sign and dot and section and name):
+        raise ConfigError("not an override", f"--set {text}", "write --set section.key=value")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError("the value is not YAML", f"--set {text}") from error
+    into = data.setdefault(section, {})
+    if not isinstance(into, dict):
+        raise ConfigError(f"section {section} must hold keys", f"--set {text}")
+    into[name] = parsed
+
+
+def _reject_unknown(data: Mapping[str, Any], model: type[BaseModel], where: str, prefix: str = "") -> None:
+    for key, value in data.items():
+        field = model.model_fields.get(str(key))
+        if field is None:
+            raise ConfigError(f"unknown config key {prefix}{key}", where, _nearest(str(key), model, prefix))
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"section {key} must hold keys", where, f"one of {', '.join(field.annotation.model_fields)}"
+                )
+            _reject_unknown(value, field.annotation, where, f"{key}.")
+
+
+def _nearest(key: str, model: type[BaseModel], prefix: str) -> str:
+    known = {prefix + name: name for name in model.model_fields}
+    if not prefix:  # a key of some section, written without it
+        for section, field in model.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                known |= {f"{section}.{name}": name for name in field.annotation.model_fields}
+    near = difflib.get_close_matches(key, known.values(), n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {next(full for full, name in known.items() if name == near[0])}?"
+    return f"known: {', '.join(name for name in known if prefix or '.' not in name)}"

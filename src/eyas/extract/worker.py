@@ -1,0 +1,269 @@
+"""One worker: leases shards, keeps a window of captures in flight, verifies, stores, retries.
+
+A row's failure is a value with a reason. What ends the run is an exception: no engine, no disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from eyas.capture.contract import CaptureSpec, RequestId, field_hash
+from eyas.config import ExtractConfig
+from eyas.data.corpus import Corpus, CorpusRow
+from eyas.errors import EngineError
+from eyas.extract.engine import Captured, CaptureRequest, Engine, Failed, Retry
+from eyas.extract.window import Window
+from eyas.positions import kept_positions, kept_runs
+from eyas.store.plan import Shard
+from eyas.store.writer import RowContents, ShardWriter, StoreWriter
+
+_MAX_SENDS = 100  # attempt numbers have two digits
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 5.0
+_STORE_THREADS = 4
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What changed since the last report; rows and tokens are differences."""
+
+    rows: int = 0
+    tokens: int = 0
+    resumed_rows: int = 0
+    resumed_tokens: int = 0
+    failed: int = 0
+    retries: int = 0
+    waits: int = 0
+    in_flight: int = 0
+    failure: tuple[int, str, str] | None = None  # row, reason, detail
+    shard_done: int | None = None
+
+
+@dataclass(slots=True)
+class _OpenShard:
+    writer: ShardWriter
+    unsettled: int  # rows that are neither stored nor failed
+
+
+class Worker:
+    """Fills the shards it can lease.
+
+    Args:
+        corpus, store, engine: started and open; the caller closes them.
+        spec: the agreement that `engine.start` proved.
+        run, session: the identity of this run's requests, see RequestId.
+        cfg: window, attempts and drain.
+        window_bytes: bytes of states that may be in flight.
+        report: called on the event loop for every change.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        store: StoreWriter,
+        engine: Engine,
+        spec: CaptureSpec,
+        *,
+        run: str,
+        session: str,
+        cfg: ExtractConfig,
+        window_bytes: int,
+        report: Callable[[Report], None],
+    ) -> None:
+        self._corpus, self._store, self._engine, self._spec = corpus, store, engine, spec
+        self._run_id, self._session = run, session
+        self._cfg = cfg
+        self._report = report
+        self._window = Window(cfg.window_requests, cfg.window_tokens, window_bytes)
+        self._threads = ThreadPoolExecutor(_STORE_THREADS, thread_name_prefix="eyas-store")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open: list[_OpenShard] = []
+        self._stopping = asyncio.Event()
+        self._fatal: Exception | None = None
+
+    async def run(self) -> None:
+        """Work until no shard can be leased, or `stop`.
+
+        Raises:
+            EngineError, StoreError: what ended the run; everything stored so far is journalled.
+        """
+        try:
+            await self._start_rows()
+            await self._drain()
+        finally:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._threads.shutdown(wait=True)
+            for shard in self._open:
+                shard.writer.close()
+        if self._fatal is not None:
+            raise self._fatal
+
+    def stop(self) -> None:
+        """Start no further row and drain; a second call does not wait for rows in flight."""
+        if self._stopping.is_set():
+            for task in self._tasks:
+                task.cancel()
+        self._stopping.set()
+        self._spawn(self._window.close())
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping.is_set()
+
+    async def _start_rows(self) -> None:
+        for shard in self._store.plan.shards:
+            if self._stopping.is_set() or self._fatal:
+                return
+            opened = await self._lease(shard)
+            if opened is None:
+                continue
+            rows, open_shard = opened
+            for row in rows:
+                cost = self._cost(row)
+                if not await self._window.acquire(*cost):
+                    return
+                self._spawn(self._row(open_shard, row, cost))
+
+    async def _lease(self, shard: Shard) -> tuple[list[CorpusRow], _OpenShard] | None:
+        if await self._in_thread(self._store.is_complete, shard):
+            return None
+        rows = await self._in_thread(lambda: list(self._corpus.rows(shard.start, shard.stop)))
+
+        def contents() -> list[RowContents]:
+            last = self._spec.last
+            return [RowContents(row.tokens, row.loss_mask, kept_positions(row.loss_mask, last)) for row in rows]
+
+        writer = await self._in_thread(self._store.lease, shard, contents)
+        if writer is None:
+            return None
+        pending = set(writer.pending)
+        open_shard = _OpenShard(writer, len(pending))
+        self._open.append(open_shard)
+        done = [row for row in rows if row.index not in pending and row.index not in writer.failed]
+        tokens = sum(len(row.tokens) for row in done)
+        self._report(Report(resumed_rows=len(done), resumed_tokens=tokens, failed=len(writer.failed)))
+        if not pending:
+            await self._finish(open_shard)
+        return [row for row in rows if row.index in pending], open_shard
+
+    def _cost(self, row: CorpusRow) -> tuple[int, int]:
+        positions = len(row.tokens) if self._spec.last == "all" else int(self._corpus.n_positions[row.index])
+        return len(row.tokens), self._spec.record_bytes(len(row.tokens), positions)
+
+    async def _row(self, shard: _OpenShard, row: CorpusRow, cost: tuple[int, int]) -> None:
+        """Capture one row, with its retries; holds its place in the window until it is settled."""
+        try:
+            settled = await self._capture_with_retries(shard, row)
+        finally:
+            await self._window.release(*cost)
+        if settled:
+            shard.unsettled -= 1
+            if shard.unsettled == 0:
+                await self._finish(shard)
+
+    async def _capture_with_retries(self, shard: _OpenShard, row: CorpusRow) -> bool:
+        tokens, runs = row.tokens.tolist(), kept_runs(row.loss_mask, self._spec.last)
+        attempts, delay_s = 0, _FIRST_WAIT_S
+        for send in itertools.count():
+            rid = RequestId(self._run_id, self._session, row.index, send)
+            result = await self._engine.capture(CaptureRequest(rid, tokens, runs))
+            if isinstance(result, Captured):
+                result = await self._in_thread(self._store_states, shard.writer, row.index, result)
+                if result is None:
+                    self._report(Report(rows=1, tokens=len(tokens), in_flight=self._window.in_flight))
+                    return True
+            attempts += result.retry is not Retry.WAIT
+            if result.retry is Retry.NEVER or attempts >= self._cfg.attempts or send + 1 >= _MAX_SENDS:
+                await self._fail(shard, row.index, result)
+                return True
+            if self._stopping.is_set():
+                return False  # stays pending: the next session tries it afresh
+            self._report(Report(waits=1) if result.retry is Retry.WAIT else Report(retries=1))
+            if result.retry is Retry.PROBE:
+                await self._engine.reprobe()
+            await self._sleep(delay_s)
+            delay_s = min(2 * delay_s, _LONGEST_WAIT_S)
+        raise AssertionError("unreachable: itertools.count does not end")
+
+    def _store_states(self, writer: ShardWriter, row: int, states: Captured) -> Failed | None:
+        """Verify the bytes that were read and write them; runs in a thread. None when stored."""
+        try:
+            aux, last = _bytes_of(states.aux), _bytes_of(states.last)
+            hashes = field_hash(aux), field_hash(last)
+            if hashes != (states.aux_xxh3, states.last_xxh3):
+                return Failed("checksum-differs", "the states changed between the engine and the store")
+            if not (_finite(states.aux) and _finite(states.last)):
+                return Failed("not-finite", "NaN or Inf among the states")
+            writer.put(row, aux, last, hashes)
+            return None
+        finally:
+            states.release()
+
+    async def _fail(self, shard: _OpenShard, row: int, failure: Failed) -> None:
+        await self._in_thread(shard.writer.fail, row, failure.reason, failure.detail)
+        self._report(Report(failed=1, failure=(row, failure.reason, failure.detail)))
+        if self._cfg.on_failure == "stop":
+            raise EngineError(f"row {row} failed: {failure.reason}", failure.detail, "extract.on_failure is 'stop'")
+
+    async def _finish(self, shard: _OpenShard) -> None:
+        await self._in_thread(shard.writer.finish)
+        self._open.remove(shard)
+        self._report(Report(shard_done=shard.writer.shard.index))
+
+    async def _drain(self) -> None:
+        """Wait for rows in flight: all of them, or for `drain_s` once stopping, or not at all once the run failed."""
+        deadline_s: float | None = None
+        loop = asyncio.get_running_loop()
+        while self._fatal is None and (pending := {task for task in self._tasks if not task.done()}):
+            if deadline_s is None and self._stopping.is_set():
+                deadline_s = loop.time() + self._cfg.drain_s
+            if deadline_s is not None and loop.time() >= deadline_s:
+                return
+            await asyncio.wait(pending, timeout=0.1)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(self._guard(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, work: Coroutine[None, None, None]) -> None:
+        """The first exception of any row ends the run; `run` raises it."""
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  kept, and raised by run() once the others are cancelled
+            self._fatal = self._fatal or error
+            await self._window.close()
+
+    async def _sleep(self, seconds: float) -> None:
+        """Sleep, or return early when the run stops."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+
+    async def _in_thread(self, function: Callable[..., _T], *args: object) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+
+def _bytes_of(states: torch.Tensor) -> memoryview:
+    """A tensor's bytes, without a copy where it is contiguous."""
+    return memoryview(states.contiguous().flatten().view(torch.uint8).numpy())
+
+
+def _finite(states: torch.Tensor) -> bool:
+    """One pass and no temporary: aminmax propagates NaN and shows Inf."""
+    if not states.numel():
+        return True
+    low, high = torch.aminmax(states)
+    return bool(torch.isfinite(low) and torch.isfinite(high))
