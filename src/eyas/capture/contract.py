@@ -222,27 +222,32 @@ def runs_hash(runs: Sequence[int]) -> int:
 
 # --- model fingerprint ------------------------------------------------------------------------------------------------
 
-_LAYER_NORM = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+norm[^.]*\.weight)$")
-_FINAL_NORM = re.compile(r"(?:^|\.)(?:model\.|language_model\.|transformer\.)?norm\.weight$")
-_OTHER_TOWER = re.compile(r"vis|image|audio|mm_projector|mtp|eh_proj")
+_LAYER_NORM = re.compile(r"(?:^|\.)layers\.(\d+)\.([^.]*norm[^.]*\.weight)$")
+_IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+_FINAL_NORM = re.compile(r"(?:^|\.)norm\.weight$")
+_OTHER_TOWER = re.compile(
+    r"(?:^|[._])(?:vis|img|image|audio|speech|mm_|multi_modal|connector|mtp|eh_proj|talker)|projector"
+)
 
 
 def norm_key(name: str, num_layers: int) -> str | None:
     """Canonical name of a text decoder's norm weight, the same in a checkpoint and in a live server; None for others.
 
-    Draft (MTP) layers stored beyond `num_layers`, and norms of vision or audio towers, do not count.
+    Only the final norm and the norms that are a decoder layer's own children count: those are replicated under tensor
+    parallelism in every model, which norms inside attention are not (MiniMax-M2 shards its q_norm). Draft (MTP) layers
+    stored beyond `num_layers`, and norms of vision or audio towers, do not count.
     """
     if _OTHER_TOWER.search(name):
         return None
     if match := _LAYER_NORM.search(name):
         return f"layers.{match[1]}.{match[2]}" if int(match[1]) < num_layers else None
-    return "norm" if _FINAL_NORM.search(name) else None
+    return "norm" if _FINAL_NORM.search(name) and not _IN_LAYER.search(name) else None
 
 
 def model_fingerprint(architecture: Mapping[str, int], norms: Mapping[str, bytes]) -> str:
     """32 hex digits that change with the architecture and with any full fine-tune.
 
-    Norm weights are replicated under tensor parallelism, so every rank and the checkpoint see the same bytes. (A LoRA
+    These norms are replicated under tensor parallelism, so every rank and the checkpoint see the same bytes. (A LoRA
     merge leaves norms alone: `eyas verify --against` is the check that sees it.)
 
     Args:
