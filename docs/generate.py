@@ -71,13 +71,9 @@ def _first_line(section: type[BaseModel]) -> str:
 
 
 def _cell(value: object) -> str:
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float) and abs(value) < 100
-        else f"{value:,.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.4g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def main() -> int:

@@ -66,9 +66,7 @@ def _table(lines: list[tuple[str, str]]) -> None:
 @_reporting
 def prepare(
     inputs: Annotated[list[Path], typer.Argument(help="JSON-lines files of chats: `conversations` of role/content.")],
-    model: Annotated[
-        str, typer.Option(help="The target: a folder or hub id; its tokenizer and chat template are used.")
-    ],
+    model: Annotated[str, typer.Option(help="The target, whose tokenizer and template are used.")],
     corpus: Annotated[Path, typer.Option("--out", help="The corpus to write.")] = Path("corpus.parquet"),
     show: Annotated[int, typer.Option(help="Print this many samples with the trained tokens marked.", min=0)] = 0,
     config: ConfigFile = None,
@@ -133,15 +131,11 @@ def serve(
 def extract(
     corpus: Annotated[Path, typer.Argument(help="What `eyas prepare` wrote.")],
     store: Annotated[Path, typer.Argument(help="Folder for the states; an unfinished one is resumed.")],
-    server: Annotated[
-        str | None, typer.Option(help="URL of a server started by `eyas serve`; else transformers here.")
-    ] = None,
+    server: Annotated[str | None, typer.Option(help="URL of an `eyas serve` server; else transformers here.")] = None,
     model: Annotated[str | None, typer.Option(help="The target; default: the one the corpus was prepared for.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what it would need; writes nothing.")] = False,
     workers: Annotated[int, typer.Option(help="Processes, each with its own window.", min=1)] = 1,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Try failed rows of earlier sessions again.")
-    ] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try rows again that failed earlier.")] = False,
     config: ConfigFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
@@ -162,9 +156,7 @@ def extract(
     for line in summary.first_failures:
         err.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if summary.failed:
-        raise eyas.EngineError(
-            f"{summary.failed:,} rows could not be captured", store, "--retry-failed tries them again"
-        )
+        raise eyas.EngineError(f"{summary.failed:,} rows could not be captured", store, "--retry-failed tries again")
 
 
 @app.command()
@@ -199,9 +191,7 @@ def store_info(store: Annotated[Path, typer.Argument(help="The store.")]) -> Non
 def store_move(
     store: Annotated[Path, typer.Argument(help="The store.")],
     to: Annotated[Path, typer.Option(help="Folder on the other disk.")],
-    shards: Annotated[
-        list[str] | None, typer.Argument(help="Shard names or numbers; default: all complete ones.")
-    ] = None,
+    shards: Annotated[list[str] | None, typer.Argument(help="Names or numbers; default: all complete ones.")] = None,
 ) -> None:
     """Move complete shards to another disk, also while a run goes on; links stay in their place.
 
@@ -214,9 +204,7 @@ def store_move(
 @app.command()
 @_reporting
 def demo(
-    folder: Annotated[
-        Path, typer.Option("--out", help="Where the run goes; a second run reuses what is there.")
-    ] = Path("runs/demo"),
+    folder: Annotated[Path, typer.Option("--out", help="Where it goes; a second run reuses it.")] = Path("runs/demo"),
     cache: Annotated[Path | None, typer.Option(help="Where the converted model is kept.")] = None,
 ) -> None:
     """The whole job on this machine's CPU: SmolLM2-135M, 96 real prompts, no server."""

@@ -56,6 +56,7 @@ class CaptureConfig(Section):
     last: Literal["loss", "all"] = "loss"
     """Where the final state is kept: only the positions that training reads, or all."""
     dtype: Literal["bf16", "f16", "f32"] = "bf16"
+    """What the states are stored in."""
 
 
 class ServerConfig(Section):
@@ -197,9 +198,8 @@ def _reject_unknown(data: Mapping[str, Any], model: type[BaseModel], where: str,
             raise ConfigError(f"unknown config key {prefix}{key}", where, _nearest(str(key), model, prefix))
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"section {key} must hold keys", where, f"one of {', '.join(field.annotation.model_fields)}"
-                )
+                known = ", ".join(field.annotation.model_fields)
+                raise ConfigError(f"section {key} must hold keys", where, f"known: {known}")
             _reject_unknown(value, field.annotation, where, f"{key}.")
 
 

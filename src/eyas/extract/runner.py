@@ -25,7 +25,7 @@ from rich.console import Console
 
 from eyas.config import Config
 from eyas.data.corpus import Corpus
-from eyas.errors import EngineError, EyasError, Interrupted
+from eyas.errors import EngineError, EyasError, Interrupted, StoreError
 from eyas.events import EventLog
 from eyas.extract.build import Job, make_engine, new_session, static_info
 from eyas.extract.engine import Engine, EngineInfo
@@ -177,12 +177,8 @@ def extract(
             f"stopped: {summary.rows_done:,} of {summary.rows:,} rows stored", store, "the same command resumes"
         )
     if not summary.complete:
-        raise EngineError(
-            f"{summary.rows - summary.rows_done - summary.failed:,} rows are not done: their shards are leased by another "
-            "process, or a worker died",
-            store,
-            "the same command resumes",
-        )
+        left = summary.rows - summary.rows_done - summary.failed
+        raise StoreError(f"{left:,} rows are not done: another process has leased their shards", store, "run it again")
     return summary
 
 
