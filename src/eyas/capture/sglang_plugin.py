@@ -1,0 +1,304 @@
+"""SGLang general plugin: hooks that hand every own request's rows to the recorder.
+
+SGLang loads `register` in each of its processes (entry point group `sglang.srt.plugins`); without EYAS_CAPTURE it does
+nothing. No source is patched. Hooks, all on releases 0.5.17 to 0.5.23:
+
+    AFTER   TpModelWorker.get_worker_info            model and pools exist: make spec and spool, write spec.json
+    AFTER   TpModelWorker.forward_batch_generation   slice the rows of own requests, answer on the request
+    AROUND  SchedulerOutputStreamer.stream_output    own and other requests' outputs go out separately
+
+and where the server cannot keep the state after the final norm itself (before 0.5.23):
+
+    BEFORE  ModelRunner.init_attention_backends      tell the model which layers to keep
+    AFTER   LogitsProcessor.forward                  attach what lm_head reads to its own output
+
+A hook never raises into the server: whatever goes wrong refuses the request by name, and is logged once per kind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from typing import Any, Final
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_parallel
+
+from eyas.capture.assembler import Chunk, Refused
+from eyas.capture.contract import (
+    REPLY_KEY,
+    SETTINGS_ENV,
+    CaptureReply,
+    CaptureSpec,
+    Refusal,
+    ServerHello,
+    ServerSettings,
+    architecture_of,
+    is_own_rid,
+    model_fingerprint,
+    norm_key,
+    token_hash,
+)
+from eyas.capture.hostcopy import host_bytes
+from eyas.capture.recorder import Recorder
+from eyas.capture.spool import Spool
+
+logger = logging.getLogger(__name__)
+
+_MAX_REQ_INPUT_LEN: Final = 5  # position in get_worker_info's tuple, the same on every supported release
+_WORKER: Final = "sglang.srt.managers.tp_worker.TpModelWorker"
+_RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
+_LOGITS: Final = "sglang.srt.layers.logits_processor.LogitsProcessor"
+_STREAMER: Final = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+
+#: From 0.5.23 the server's own flags bring the last state; before, our hooks attach it under the same name.
+SERVER_KEEPS_LAST: Final = "last_hidden_states" in LogitsProcessorOutput.__dataclass_fields__
+
+
+def register() -> None:
+    """Entry point. Raises ValueError for settings that are not ours; SGLang logs it and runs on without capture."""
+    text = os.environ.get(SETTINGS_ENV)
+    if not text:
+        return
+    plugin = Plugin(ServerSettings.from_env(text))
+    HookRegistry.register(f"{_WORKER}.get_worker_info", plugin.after_worker_info, HookType.AFTER)
+    HookRegistry.register(f"{_WORKER}.forward_batch_generation", plugin.after_forward, HookType.AFTER)
+    HookRegistry.register(f"{_STREAMER}.stream_output", around_stream_output, HookType.AROUND)
+    if not SERVER_KEEPS_LAST:
+        HookRegistry.register(f"{_RUNNER}.init_attention_backends", plugin.before_attention_backends, HookType.BEFORE)
+        HookRegistry.register(f"{_LOGITS}.forward", attach_last, HookType.AFTER)
+
+
+class Plugin:
+    """The hooks of one server process."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.recorder: Recorder | None = None
+        self.failure = "the model is not loaded yet"
+        self._silent = False  # another rank of the attention-TP group answers for this one
+        self._logged: set[str] = set()
+
+    # --- hooks --------------------------------------------------------------------------------------------------------
+
+    def before_attention_backends(self, runner: Any, *_: Any, **__: Any) -> None:
+        """Graphs are captured after this: the layers to keep must be known now."""
+        try:
+            if not runner.is_draft_worker:
+                _set_layers(runner.model, self.settings.layers)
+        except Exception as error:  # noqa: BLE001 - never raise into the server
+            self._fail("layers", error)
+
+    def after_worker_info(self, result: tuple[Any, ...], worker: Any, *_: Any, **__: Any) -> None:
+        """The model is loaded and its pools are sized: agree on the spec and open the spool."""
+        try:
+            if worker.is_draft_worker or self.recorder is not None:
+                return
+            if get_parallel().attn_tp_rank != 0:  # rows are replicated over the attention-TP group
+                self._silent = True
+                return
+            self.recorder = self._start(worker, int(result[_MAX_REQ_INPUT_LEN]))
+        except Exception as error:  # noqa: BLE001 - never raise into the server
+            self._fail("start", error)
+
+    def after_forward(self, result: Any, worker: Any, batch: Any = None, *_: Any, **__: Any) -> None:
+        """Hand over the rows of own requests in prefill."""
+        try:
+            if self._silent or batch is None or worker.is_draft_worker:
+                return
+            if batch.forward_mode.is_extend() and any(is_own_rid(request.rid) for request in batch.reqs):
+                self._capture(result, batch)
+            if self.recorder is not None:
+                self.recorder.sweep()
+        except Exception as error:  # noqa: BLE001 - never raise into the server
+            self._log_once("forward", error)
+
+    # --- capture ------------------------------------------------------------------------------------------------------
+
+    def _capture(self, result: Any, batch: Any) -> None:
+        output = result.logits_output
+        aux = getattr(output, "hidden_states", None)
+        last = getattr(output, "last_hidden_states", None)
+        if getattr(output, "hidden_states_token_indices", None) is not None:
+            aux = None  # rows of a subset of the tokens only
+        decoding = {id(request) for request in batch.decoding_reqs or ()}
+        start = 0
+        for request, rows, prefix in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
+            stop = start + rows
+            if is_own_rid(request.rid) and id(request) not in decoding and not has_reply(request):
+                self._capture_request(request, prefix, [_rows(t, start, stop) for t in (aux, last, batch.input_ids)])
+            start = stop
+
+    def _capture_request(self, request: Any, prefix: int, rows: list[torch.Tensor | None]) -> None:
+        aux, last, ids = rows
+        prompt = request.origin_input_ids
+        length = 0 if ids is None else len(ids)
+        chunk = Chunk(
+            rid=request.rid,
+            start=prefix,
+            stop=prefix + length,
+            prompt=prompt,
+            params=request.sampling_params.custom_params or {},
+            owner=request,
+            retractions=request.retraction_count,
+        )
+        try:
+            if self.recorder is None:
+                reply = refusal(prompt, "", Refused(Refusal.PLUGIN_ERROR, self.failure))
+            else:
+                reply = self.recorder.capture(chunk, aux, last, ids)
+        except Exception as error:  # noqa: BLE001 - never raise into the server
+            self._log_once("capture", error)
+            reply = self._give_up(chunk, error)
+        if reply is not None:
+            # On the request, not on the batch's output: other users' requests must not even get an empty entry.
+            request.customized_info = {**(request.customized_info or {}), REPLY_KEY: [reply.to_dict()]}
+
+    def _give_up(self, chunk: Chunk, error: Exception) -> CaptureReply:
+        refused = Refused(Refusal.PLUGIN_ERROR, f"{type(error).__name__}: {error}"[:200])
+        if self.recorder is None:
+            return refusal(chunk.prompt, "", refused)
+        return self.recorder.refuse(chunk, refused)
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    def _start(self, worker: Any, max_req_input_len: int) -> Recorder:
+        model = worker.model_runner.model
+        checked = check_layers(model, self.settings.layers)
+        spec = spec_of(model, worker.model_config.hf_text_config, self.settings)
+        spool = Spool(self.settings, shares=_data_parallel_ranks(worker))
+        hello = ServerHello(
+            spec=spec.to_dict(),
+            spec_id=spec.spec_id,
+            provenance=_provenance(worker) | {"layers_checked": "yes" if checked else "no"},
+            max_row_tokens=max_req_input_len - 1,  # SGLang refuses prompts of this length or more
+            quota_bytes=self.settings.quota_bytes,
+        )
+        recorder = Recorder(spec, spool, is_over=is_over)
+        spool.write_hello(hello.to_json())
+        logger.info("eyas: capturing %s into %s", spec.to_dict(), spool.folder)
+        return recorder
+
+    def _fail(self, kind: str, error: Exception) -> None:
+        self.failure = f"capture is off: {error}"
+        self._log_once(kind, error)
+
+    def _log_once(self, kind: str, error: Exception) -> None:
+        key = f"{kind}:{type(error).__name__}"
+        if key not in self._logged:
+            self._logged.add(key)
+            logger.error("eyas: %s: %s (logged once)", kind, error, exc_info=error)
+
+
+# --- hooks without state ----------------------------------------------------------------------------------------------
+
+
+def attach_last(result: Any, processor: Any, input_ids: Any, hidden_states: Any, *_: Any, **__: Any) -> None:
+    """What lm_head reads travels on the output it belongs to, so that it can never be taken for another forward's."""
+    if result is not None and isinstance(hidden_states, torch.Tensor):
+        result.last_hidden_states = hidden_states
+
+
+def around_stream_output(original: Callable[..., Any], streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang pads a request's extra info with None for every other request of the same message: send two messages."""
+    own = [request for request in reqs if has_reply(request)]
+    if not own or len(own) == len(reqs):
+        return original(streamer, reqs, *args, **kwargs)
+    original(streamer, [request for request in reqs if not has_reply(request)], *args, **kwargs)
+    return original(streamer, own, *args, **kwargs)
+
+
+def has_reply(request: Any) -> bool:
+    """Whether the request already carries our answer."""
+    return REPLY_KEY in (getattr(request, "customized_info", None) or ())
+
+
+def is_over(request: Any) -> bool:
+    """Whether SGLang is done with a request: finished, aborted, or about to be."""
+    return request.finished_reason is not None or request.to_finish is not None
+
+
+# --- the live model ---------------------------------------------------------------------------------------------------
+
+
+def spec_of(model: Any, text_config: Any, settings: ServerSettings) -> CaptureSpec:
+    """The agreement, from the model as it is in memory. Raises ValueError for layers it does not have."""
+    layers = int(text_config.num_hidden_layers)
+    norms: dict[str, bytes] = {}
+    for name, parameter in model.named_parameters():
+        if key := norm_key(name, layers):
+            host = parameter.detach().to(torch.bfloat16).cpu().contiguous()
+            norms[key] = bytes(host_bytes(host))
+    return CaptureSpec(
+        layers=settings.layers,
+        last=settings.last,
+        dtype=settings.dtype,
+        hidden_size=int(text_config.hidden_size),
+        vocab_size=int(text_config.vocab_size),
+        num_layers=layers,
+        model=model_fingerprint(architecture_of(text_config), norms),
+    )
+
+
+def check_layers(model: Any, layers: Iterable[int]) -> bool:
+    """Compare the model's own list of layers to keep with ours.
+
+    SGLang keeps the *input* of each layer in `layers_to_capture`; the output of layer i is the input of layer i + 1.
+
+    Returns:
+        False where the model does not show such a list.
+
+    Raises:
+        ValueError: the server keeps other layers than the settings name.
+    """
+    want = {layer + 1 for layer in layers}
+    for module in model.modules():
+        kept = getattr(module, "layers_to_capture", None)
+        if isinstance(kept, list | tuple | set | frozenset) and kept:
+            if set(kept) != want:
+                outputs = sorted(int(layer) - 1 for layer in kept)
+                raise ValueError(f"the server keeps the outputs of layers {outputs}, EYAS_CAPTURE names {list(layers)}")
+            return True
+    return False
+
+
+def _set_layers(model: Any, layers: Iterable[int]) -> None:
+    """Both setters take layer *outputs* on the models that get here; `check_layers` proves it afterwards."""
+    for name in ("set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"):
+        if setter := getattr(model, name, None):
+            setter(list(layers))
+            return
+    raise ValueError(f"{type(model).__name__} cannot keep hidden states of its layers")
+
+
+def refusal(prompt: Any, spec_id: str, refused: Refused) -> CaptureReply:
+    """A refusal by a plugin that has no recorder."""
+    return CaptureReply("refused", spec_id, token_hash(prompt), len(prompt), str(refused.reason), refused.detail)
+
+
+def _rows(tensor: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[start:stop]
+
+
+def _data_parallel_ranks(worker: Any) -> int:
+    ranks = getattr(get_parallel(), "num_dp_ranks", None)
+    return max(int(ranks or getattr(worker.server_args, "dp_size", 1) or 1), 1)
+
+
+def _provenance(worker: Any) -> dict[str, str]:
+    return {
+        "engine": "sglang",
+        "sglang": version("sglang"),
+        "eyas": version("eyas"),
+        "torch": torch.__version__,
+        "host": socket.gethostname(),
+        "dtype": str(worker.model_config.dtype).removeprefix("torch."),
+        "tp_size": str(getattr(worker.server_args, "tp_size", "")),
+        "dp_size": str(_data_parallel_ranks(worker)),
+        "capture": "server flags" if SERVER_KEEPS_LAST else "hooks",
+    }

@@ -1,0 +1,263 @@
+"""The spool: a folder in RAM-backed storage where finished records wait for their client.
+
+    Quota    how many bytes may wait: reserved at a record's first chunk, freed when the client removes the file
+    Spool    the folder: publication by rename, `<rid>.failed` for what was accepted and then lost, orphans
+    Writers  threads that bring chunks to the host and write records; the forward thread never waits for them
+
+Nothing in the folder is touched unless its name is exactly one of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from eyas.capture.assembler import Refused
+from eyas.capture.contract import FAILED_SUFFIX, RECORD_SUFFIX, SPEC_FILE, Refusal, RequestId, ServerSettings
+
+TMP_SUFFIX: Final = ".tmp"  # .<rid>.tmp while a record is being written
+_RESCAN_INTERVAL_S: Final = 0.02  # a client that keeps asking must not make the scheduler list the folder every time
+_WRITE_BYTES: Final = 64 << 20  # per write call; Linux takes at most 2 GiB
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolFile:
+    """A file of ours in the folder: its record's id, its suffix, its size and age."""
+
+    path: Path
+    rid: str
+    suffix: str
+    size: int
+    modified_s: float
+
+
+def parse_name(name: str) -> tuple[str, str] | None:
+    """`(rid, suffix)` of a spool file's name, None for anything else."""
+    suffix = next((s for s in (RECORD_SUFFIX, FAILED_SUFFIX, TMP_SUFFIX) if name.endswith(s)), None)
+    if suffix is None:
+        return None
+    stem = name[: -len(suffix)]
+    if suffix == TMP_SUFFIX:
+        if not stem.startswith("."):
+            return None
+        stem = stem[1:]
+    return (stem, suffix) if RequestId.parse(stem) else None
+
+
+class Quota:
+    """Bytes this rank may have in the spool, counted by record id. Not thread-safe: the spool holds the lock.
+
+    Args:
+        limit: this rank's share.
+        stale: records already in the folder when the server started, file name -> bytes this rank answers for.
+    """
+
+    def __init__(self, limit: int, stale: Mapping[str, int] | None = None) -> None:
+        self.limit = limit
+        self._reserved: dict[str, int] = {}
+        self._published: dict[str, int] = dict(stale or {})
+        self.used = sum(self._published.values())
+
+    def reserve(self, rid: str, size: int) -> bool:
+        """Set bytes aside; False when they do not fit. A second reservation under one id replaces the first."""
+        self.release(rid)
+        if self.used + size > self.limit:
+            return False
+        self._reserved[rid] = size
+        self.used += size
+        return True
+
+    def release(self, rid: str) -> None:
+        self.used -= self._reserved.pop(rid, 0)
+
+    def publish(self, rid: str, name: str) -> None:
+        """The reserved record is now a file; it counts until it disappears from the folder."""
+        self.used -= self._published.pop(name, 0)  # an earlier record under the same name was replaced
+        self._published[name] = self._reserved.pop(rid, 0)
+
+    def retain(self, present: set[str]) -> None:
+        """Forget published records whose files are gone."""
+        for name in [name for name in self._published if name not in present]:
+            self.used -= self._published.pop(name)
+
+
+class Spool:
+    """The folder and its accounting. Methods may be called from any thread.
+
+    Args:
+        settings: folder, quota, file mode and group.
+        shares: server ranks that divide the quota.
+        clock: seconds since the epoch, as file times are.
+
+    Raises:
+        OSError, KeyError: the folder cannot be made, or the group does not exist.
+    """
+
+    def __init__(self, settings: ServerSettings, *, shares: int = 1, clock: Callable[[], float] = time.time) -> None:
+        self.folder = Path(settings.spool)
+        self._mode = settings.mode
+        self._group = None if settings.group is None else _group_id(settings.group)
+        self._orphan_age_s = settings.orphan_age_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._writing: set[str] = set()
+        self._failing = False
+        self._scanned_s = 0.0
+        self._make_folder()
+        stale = {f.path.name: -(-f.size // shares) for f in self._files()}
+        self._quota = Quota(settings.quota_bytes // shares, stale)
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return self._quota.used
+
+    def reserve(self, rid: str, size: int) -> Refused | None:
+        """Set aside room for a record of `size` bytes, or say by name why not. Fast: called by the scheduler."""
+        if size > self._quota.limit:
+            return Refused(Refusal.ROW_TOO_LARGE, f"{size} bytes, the quota is {self._quota.limit}")
+        if problem := self._unwritable(size):
+            return Refused(Refusal.WRITE_FAILED, problem)
+        with self._lock:
+            if self._quota.reserve(rid, size):
+                return None
+            self._rescan()
+            if self._quota.reserve(rid, size):
+                return None
+            return Refused(Refusal.SPOOL_FULL, f"{self._quota.used} + {size} bytes of {self._quota.limit}")
+
+    def release(self, rid: str) -> None:
+        """Give back what was reserved; harmless where nothing was."""
+        with self._lock:
+            self._quota.release(rid)
+
+    @contextlib.contextmanager
+    def record_file(self, rid: str) -> Iterator[int]:
+        """A file descriptor to write the record to; renamed into place at the end, gone after an exception."""
+        path = self.folder / f".{rid}{TMP_SUFFIX}"
+        name = f"{rid}{RECORD_SUFFIX}"
+        with self._lock:
+            self._writing.add(rid)
+        try:
+            descriptor = self._create(path)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+            path.rename(self.folder / name)
+        except BaseException:
+            self._failing = True
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        else:
+            self._failing = False
+            with self._lock:
+                self._quota.publish(rid, name)
+        finally:
+            with self._lock:
+                self._writing.discard(rid)
+                self._quota.release(rid)
+
+    def fail(self, rid: str, reason: Refusal, detail: str) -> None:
+        """Say that an accepted record will not come. Best effort: the folder may be the reason."""
+        self.release(rid)
+        text = json.dumps({"reason": str(reason), "detail": detail})
+        with contextlib.suppress(OSError):
+            self._write_atomically(f"{rid}{FAILED_SUFFIX}", text)
+
+    def write_hello(self, text: str) -> None:
+        """Publish spec.json. Raises OSError."""
+        self._write_atomically(SPEC_FILE, text)
+
+    def remove_orphans(self) -> list[str]:
+        """Remove files nobody fetched for `orphan_age_s`, and torn ones; returns their names."""
+        edge = self._clock() - self._orphan_age_s
+        with self._lock:
+            busy = set(self._writing)
+        removed: list[str] = []
+        for file in self._files():
+            if file.modified_s < edge and file.rid not in busy:
+                with contextlib.suppress(OSError):
+                    file.path.unlink()
+                    removed.append(file.path.name)
+        return removed
+
+    # --- the folder ---------------------------------------------------------------------------------------------------
+
+    def _make_folder(self) -> None:
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True)
+            readable = self._mode & 0o444
+            self.folder.chmod(readable | readable >> 1 | readable >> 2)  # who may read a record may remove it
+            if self._group is not None:
+                os.chown(self.folder, -1, self._group)
+
+    def _files(self) -> list[SpoolFile]:
+        files: list[SpoolFile] = []
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if parsed := parse_name(entry.name):
+                    with contextlib.suppress(OSError):  # a client may remove it between listing and stat
+                        status = entry.stat(follow_symlinks=False)
+                        files.append(SpoolFile(Path(entry.path), *parsed, status.st_size, status.st_mtime))
+        return files
+
+    def _rescan(self) -> None:
+        now_s = self._clock()
+        if 0 <= now_s - self._scanned_s < _RESCAN_INTERVAL_S:
+            return
+        self._scanned_s = now_s
+        with contextlib.suppress(FileNotFoundError):
+            self._quota.retain({path.name for path in self.folder.iterdir()})
+
+    def _unwritable(self, size: int) -> str | None:
+        """Why records cannot be written now. Looks closer after a failure, so that a full disk is named at once."""
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            return f"{self.folder} is {'not writable' if self.folder.is_dir() else 'gone'}"
+        if self._failing:
+            status = os.statvfs(self.folder)
+            free = status.f_bavail * status.f_frsize
+            if free < size:
+                return f"{self.folder} has {free} bytes free, the record needs {size}"
+        return None
+
+    def _create(self, path: Path) -> int:
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if self._group is not None:
+                os.fchown(descriptor, -1, self._group)
+            os.fchmod(descriptor, self._mode)  # not os.open's mode: the umask would narrow it
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _write_atomically(self, name: str, text: str) -> None:
+        path = self.folder / f".{name}.{os.getpid()}.{threading.get_ident()}{TMP_SUFFIX}"
+        descriptor = self._create(path)
+        try:
+            write_all(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+        path.rename(self.folder / name)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """os.write until everything is written. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view[:_WRITE_BYTES]) :]
+
+
+def _group_id(group: str) -> int:
+    return int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
