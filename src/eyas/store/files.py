@@ -1,0 +1,225 @@
+"""The few file operations the store is built on: locking, atomic replacement, full-size creation, error translation."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from eyas.errors import StoreError
+
+CHUNK_BYTES: Final = 4 << 20  # of whole items of any dtype; small enough to stay in cache between its uses
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_FALLOCATE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPaths:
+    """Where a shard's files lie. `final` and `part` may be symbolic links to another volume."""
+
+    root: Path
+    stem: str
+
+    @property
+    def final(self) -> Path:
+        return self.root / f"{self.stem}.safetensors"
+
+    @property
+    def part(self) -> Path:
+        return self.root / f"{self.stem}.safetensors.part"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / f"{self.stem}.journal"
+
+    @property
+    def sidecar(self) -> Path:
+        return self.root / f"{self.stem}.json"
+
+    @property
+    def temporaries(self) -> tuple[Path, ...]:
+        """What `write_atomic` may leave behind when it is killed."""
+        return (tmp_of(self.journal), tmp_of(self.sidecar))
+
+    def check_volume(self) -> None:
+        """Raises StoreError for a link whose volume is gone: its rows exist and must not be captured again."""
+        for path in (self.final, self.part):
+            if path.is_symlink() and not path.exists():
+                raise StoreError(
+                    "shard lies on a volume that is not there",
+                    f"{path} -> {path.readlink()}",
+                    "mount it, or remove the link to capture these rows again",
+                )
+
+
+def tmp_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")
+
+
+@contextmanager
+def disk_errors(where: object) -> Iterator[None]:
+    """Every OSError within becomes a StoreError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        at = error.filename or where
+        if error.errno in _FULL:
+            raise StoreError("disk full", at, "free space or move shards to another volume, then run again") from error
+        if error.errno == errno.EIO:
+            raise StoreError("the disk reports an I/O error", at, "check the disk, then run again") from error
+        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+            raise StoreError("no permission to write", at, "check owner and mount options") from error
+        raise StoreError(error.strerror or type(error).__name__, at) from error
+
+
+def lock_file(path: Path, *, create: bool = False) -> int | None:
+    """Open `path` for reading and writing under an exclusive `flock`; None while another process holds it.
+
+    The lock counts only if the path still names the file that was locked: between open and lock the holder may have
+    renamed it and let go. Closing the descriptor releases the lock.
+
+    Raises:
+        OSError: the file is absent (without `create`) or cannot be opened.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(fd)):
+                    return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def allocate(fd: int, size: int) -> None:
+    """Give the file its full size with its blocks reserved, so that a full disk shows here and not in the middle.
+
+    Raises:
+        OSError: no space.
+    """
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in _NO_FALLOCATE:
+            raise
+    os.ftruncate(fd, size)
+
+
+def pwrite_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all bytes of a flat buffer at `offset` (one call writes at most 2 GiB)."""
+    done = 0
+    view = memoryview(data)
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def pwrite_zeros(fd: int, start: int, stop: int) -> None:
+    """Zero the byte range [start, stop)."""
+    zeros = bytes(min(CHUNK_BYTES, stop - start))
+    for offset in range(start, stop, CHUNK_BYTES):
+        pwrite_all(fd, memoryview(zeros)[: stop - offset], offset)
+
+
+def pread_all(fd: int, start: int, stop: int) -> bytearray:
+    """Read the byte range [start, stop).
+
+    Raises:
+        OSError: EIO, also where the file ends early.
+    """
+    data = bytearray(stop - start)
+    view, done = memoryview(data), 0
+    while done < len(data):
+        got = os.preadv(fd, [view[done:]], start + done)
+        if not got:
+            raise OSError(errno.EIO, f"file ends at byte {start + done}, expected {stop}")
+        done += got
+    return data
+
+
+def hash_range(fd: int, start: int, stop: int, look: Callable[[memoryview], None] | None = None) -> int:
+    """xxh3-64 of the byte range [start, stop); `look` sees each chunk while it is in the cache.
+
+    Read with pread and not through a mapping: a failing disk is then an error and not a SIGBUS.
+
+    Raises:
+        OSError: as pread_all.
+    """
+    digest = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
+    offset = start
+    while offset < stop:
+        # A short read would split an item between chunks, so fill each chunk.
+        want = min(CHUNK_BYTES, stop - offset)
+        done = 0
+        while done < want:
+            got = os.preadv(fd, [buffer[done:want]], offset + done)
+            if not got:
+                raise OSError(errno.EIO, f"file ends at byte {offset + done}, expected {stop}")
+            done += got
+        digest.update(buffer[:want])
+        if look is not None:
+            look(buffer[:want])
+        offset += want
+    return digest.intdigest()
+
+
+def fsync_dir(folder: Path) -> None:
+    """Make renames and removals in `folder` survive a power loss."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` as a whole or not at all. The caller holds the lock that covers `path`."""
+    tmp = tmp_of(path)
+    try:
+        _write_synced(tmp, data)
+    except OSError:
+        tmp.unlink(missing_ok=True)
+        raise
+    tmp.replace(path)
+    fsync_dir(path.parent)
+
+
+def write_new(path: Path, data: bytes) -> bool:
+    """Create `path` as a whole, or leave the one that is there; False when another process was first."""
+    tmp = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+    try:
+        _write_synced(tmp, data)
+        # A link never replaces, which a rename would. The temporary name may vanish (see sweep_new) once `path` exists.
+        with suppress(FileExistsError, FileNotFoundError):
+            path.hardlink_to(tmp)
+            fsync_dir(path.parent)
+            return True
+        return False
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def sweep_new(path: Path) -> None:
+    """Remove what killed `write_new` calls left. Call only once `path` exists: nobody needs theirs any more."""
+    for tmp in path.parent.glob(f"{path.name}.*.tmp"):
+        tmp.unlink(missing_ok=True)

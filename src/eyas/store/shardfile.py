@@ -1,0 +1,163 @@
+"""Reading a shard file's index: everything but the states themselves, checked against its own layout."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from eyas.capture.contract import CaptureSpec
+from eyas.capture.tensorfile import Layout, parse_header
+from eyas.errors import IntegrityError
+from eyas.store.files import pread_all
+from eyas.store.format import FORMAT, FORMAT_VERSION, RowStatus, Sidecar, shard_layout
+from eyas.store.journal import RowFailed, Session, merged_provenance
+from eyas.store.plan import Shard
+
+MAX_HEADER_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """A shard without its states.
+
+    Attributes:
+        shard, spec, corpus, plan: from the file's metadata.
+        layout: where each tensor lies.
+        row_offsets, last_offsets: [R + 1] int64, first token and first kept position of each row.
+        row_xxh3: [R, 4] uint64, columns as format.FIELDS.
+        last_index: [L] int32. tokens: [T] int32. loss_mask: [T] uint8. row_status: [R] uint8.
+        index_xxh3: xxh3-64 of every byte of the file outside `aux` and `last`.
+    """
+
+    shard: Shard
+    spec: CaptureSpec
+    corpus: str
+    plan: str
+    layout: Layout
+    row_offsets: npt.NDArray[np.int64]
+    last_offsets: npt.NDArray[np.int64]
+    row_xxh3: npt.NDArray[np.uint64]
+    last_index: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+    row_status: npt.NDArray[np.uint8]
+    index_xxh3: int
+
+    def span(self, field: str, row: int) -> tuple[int, int]:
+        """Byte range in the file of `aux` or `last` of the shard's row `row` (0-based)."""
+        return state_span(self.layout, self.spec, field, self.row_offsets if field == "aux" else self.last_offsets, row)
+
+
+def state_span(
+    layout: Layout, spec: CaptureSpec, field: str, offsets: npt.NDArray[np.int64], row: int
+) -> tuple[int, int]:
+    """Byte range in the file of `aux` or `last` of a row, given that field's offsets."""
+    step = spec.aux_bytes_per_token if field == "aux" else spec.last_bytes_per_position
+    base = layout.tensors[field].start
+    return base + int(offsets[row]) * step, base + int(offsets[row + 1]) * step
+
+
+def _metadata_shard(metadata: dict[str, str], layout: Layout) -> tuple[Shard, CaptureSpec, Layout]:
+    if metadata["format"] != FORMAT or metadata["version"] != str(FORMAT_VERSION):
+        raise ValueError(f"format {metadata['format']!r} version {metadata['version']!r}, expected {FORMAT_VERSION}")
+    spec = CaptureSpec.from_dict(json.loads(metadata["spec"]))
+    start, stop = (int(x) for x in metadata["rows"].split(":"))
+    shard = Shard(
+        int(metadata["shard"]), start, stop, layout.tensors["tokens"].shape[0], layout.tensors["last_index"].shape[0]
+    )
+    return shard, spec, shard_layout(shard, spec, metadata["corpus"], metadata["plan"])
+
+
+def read_index(fd: int, where: object) -> ShardIndex:
+    """Read and check the index of a shard file.
+
+    Args:
+        fd: open for reading.
+        where: the path, for messages.
+
+    Raises:
+        IntegrityError: not a shard, cut short, or an index that contradicts itself.
+        OSError: the disk.
+    """
+    size = os.fstat(fd).st_size
+    try:
+        if size < 8:
+            raise ValueError("shorter than a safetensors header")
+        length = int.from_bytes(pread_all(fd, 0, 8), "little")
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError("no safetensors header")
+        layout = parse_header(memoryview(pread_all(fd, 0, 8 + length)), size)
+        shard, spec, expected = _metadata_shard(dict(layout.metadata), layout)
+        if expected.header != layout.header:
+            raise ValueError("header is not the one this format writes")
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise IntegrityError("not a shard of a store", where, str(error)) from error
+
+    head_stop, tail_start = layout.tensors["aux"].start, layout.tensors["last"].stop
+    head, tail = pread_all(fd, 0, head_stop), pread_all(fd, tail_start, size)
+    digest = xxhash.xxh3_64(head)
+    digest.update(tail)
+
+    def view(name: str, dtype: str) -> npt.NDArray[Any]:
+        info = layout.tensors[name]
+        data, base = (head, 0) if info.start < head_stop else (tail, tail_start)
+        count = (info.stop - info.start) // np.dtype(dtype).itemsize
+        return np.frombuffer(data, dtype, count, info.start - base).reshape(info.shape)
+
+    row_offsets, last_index, row_status = (
+        view("row_offsets", "<i8"),
+        view("last_index", "<i4"),
+        view("row_status", "u1"),
+    )
+    ascending = bool(np.all(np.diff(row_offsets) > 0)) and bool(np.all(np.diff(last_index) > 0))
+    if not ascending or row_offsets[0] != 0 or row_offsets[-1] != shard.tokens:
+        raise IntegrityError("shard index contradicts itself", where, "row_offsets or last_index out of order")
+    if len(last_index) and (last_index[0] < 0 or last_index[-1] >= shard.tokens):
+        raise IntegrityError("shard index contradicts itself", where, "last_index leaves the shard")
+    if np.any(row_status > max(RowStatus)):
+        raise IntegrityError("shard index contradicts itself", where, "unknown row_status")
+    return ShardIndex(
+        shard=shard,
+        spec=spec,
+        corpus=layout.metadata["corpus"],
+        plan=layout.metadata["plan"],
+        layout=layout,
+        row_offsets=row_offsets,
+        last_offsets=np.searchsorted(last_index, row_offsets).astype(np.int64),
+        row_xxh3=view("row_xxh3", "<u8"),
+        last_index=last_index,
+        tokens=view("tokens", "<i4"),
+        loss_mask=view("loss_mask", "u1"),
+        row_status=row_status,
+        index_xxh3=digest.intdigest(),
+    )
+
+
+UNKNOWN_REASON: Final = "unknown"  # of a failed row whose journal is gone
+
+
+def sidecar_of(index: ShardIndex, sessions: list[Session]) -> Sidecar:
+    """The sidecar of a finished shard file: facts from the file, reasons and provenance from its journal."""
+    reasons = {
+        row: entry.reason for session in sessions for row, entry in session.rows.items() if isinstance(entry, RowFailed)
+    }
+    failed = (np.flatnonzero(index.row_status == RowStatus.FAILED) + index.shard.start).tolist()
+    return Sidecar(
+        name=index.shard.name,
+        rows=(index.shard.start, index.shard.stop),
+        tokens=index.shard.tokens,
+        positions=index.shard.positions,
+        bytes=index.layout.file_bytes,
+        failed={row: reasons.get(row, UNKNOWN_REASON) for row in failed},
+        spec_id=index.spec.spec_id,
+        corpus=index.corpus,
+        plan=index.plan,
+        index_xxh3=index.index_xxh3,
+        provenance=merged_provenance(sessions),
+    )

@@ -1,0 +1,318 @@
+"""Creating, resuming and sharing a store. Everything is decided from files: no counter, no server, no world size.
+
+writer = StoreWriter.open(root, spec=..., corpus=..., tokens_N=..., positions_N=..., shard_bytes=..., provenance=...)
+for shard in writer.plan.shards:
+    if (lease := writer.lease(shard, contents)) is None:
+        continue                      # complete, or another process has it
+    with lease:
+        for row in lease.pending:
+            lease.put(row, aux, last)
+        lease.finish()
+writer.write_manifest()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import numpy.typing as npt
+
+from eyas.capture.contract import CaptureSpec
+from eyas.errors import IntegrityError, StoreError
+from eyas.store.check import row_problems
+from eyas.store.documents import read_sidecar, read_store_info, write_manifest
+from eyas.store.files import (
+    ShardPaths,
+    allocate,
+    disk_errors,
+    fsync_dir,
+    lock_file,
+    sweep_new,
+    write_atomic,
+    write_new,
+)
+from eyas.store.format import (
+    STORE_FILE,
+    Contents,
+    RowStatus,
+    Sidecar,
+    StoreInfo,
+    pack_contents,
+)
+from eyas.store.journal import RowFailed, RowOk, Session, decode_journal, encode_journal
+from eyas.store.plan import Plan, Shard, make_plan
+from eyas.store.shard_writer import ShardWriter, publish_sidecar
+from eyas.store.shardfile import read_index
+
+NEW_STORE_HINT: Final = "use a new store folder, or the settings the store was made with"
+
+
+class ShardState(StrEnum):
+    """What the files say of a shard."""
+
+    ABSENT = "absent"
+    OPEN = "open"  # being written, or left unfinished
+    COMPLETE = "complete"
+
+
+class StoreWriter:
+    """A store being filled, by this process and perhaps by others.
+
+    Attributes:
+        root: the store's folder.
+        info: what the store is for.
+    """
+
+    def __init__(self, root: Path, info: StoreInfo, provenance: Mapping[str, str]) -> None:
+        self.root, self.info = root, info
+        self._provenance = {str(key): str(value) for key, value in sorted(provenance.items())}
+
+    @classmethod
+    def open(
+        cls,
+        root: str | Path,
+        *,
+        spec: CaptureSpec,
+        corpus: Mapping[str, Any],
+        tokens_N: npt.ArrayLike,
+        positions_N: npt.ArrayLike,
+        shard_bytes: int,
+        provenance: Mapping[str, str],
+    ) -> StoreWriter:
+        """Create the store, or resume it.
+
+        Args:
+            root: folder; created when absent.
+            spec: the agreement every row follows.
+            corpus: JSON-able; holds "digest", and what else identifies it (tokenizer and template hashes).
+            tokens_N: [N] tokens of each corpus row.
+            positions_N: [N] positions at which each row's `last` is kept.
+            shard_bytes: largest shard file.
+            provenance: engine, versions, host: kept per shard, never part of identity.
+
+        Raises:
+            StoreError: the folder holds something else, the store is for another spec, corpus or plan, or the disk.
+            ValueError: no rows, or counts out of range.
+        """
+        folder = Path(root)
+        plan = make_plan(tokens_N, positions_N, spec, shard_bytes)
+        if not plan.shards:
+            raise ValueError("a store needs at least one row")
+        info = StoreInfo(spec, {**corpus, "digest": str(corpus["digest"])}, shard_bytes, plan)
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / STORE_FILE
+            if not path.exists():
+                strangers = sorted(p.name for p in folder.iterdir() if not p.name.startswith(STORE_FILE))
+                if strangers:
+                    raise StoreError("folder is not empty and not a store", folder, f"it holds {strangers[0]}")
+                write_new(path, info.to_json().encode())
+            existing = read_store_info(folder)
+            if differences := existing.differences(info):
+                raise StoreError(
+                    f"the store was made for something else ({'; '.join(differences)})", folder, NEW_STORE_HINT
+                )
+            sweep_new(path)
+            writer = cls(folder, existing, provenance)
+            writer._sweep()
+        return writer
+
+    @property
+    def plan(self) -> Plan:
+        return self.info.plan
+
+    def paths(self, shard: Shard) -> ShardPaths:
+        return ShardPaths(self.root, shard.stem)
+
+    def state(self, shard: Shard) -> ShardState:
+        """What the files say, without opening any."""
+        paths = self.paths(shard)
+        final = os.path.lexists(paths.final)
+        if final and paths.sidecar.exists():
+            return ShardState.COMPLETE
+        return ShardState.OPEN if final or os.path.lexists(paths.part) else ShardState.ABSENT
+
+    def sidecar(self, shard: Shard) -> Sidecar | None:
+        """The sidecar of a complete shard, else None. Raises IntegrityError when damaged."""
+        return read_sidecar(self.paths(shard).sidecar) if self.state(shard) is ShardState.COMPLETE else None
+
+    def lease(self, shard: Shard, contents: Contents) -> ShardWriter | None:
+        """Take a shard for writing; None when it is complete or another process has it.
+
+        A shard that was left between rename and sidecar is finished here (and None returned).
+
+        Args:
+            shard: one of `plan.shards`.
+            contents: gives the corpus's part of the shard's rows.
+
+        Raises:
+            StoreError: the disk is full (nothing is left behind), or the shard's volume is not there.
+            IntegrityError: a finished file without a sidecar is damaged, or the corpus is not the planned one.
+        """
+        if self.state(shard) is ShardState.COMPLETE:
+            return None
+        paths = self.paths(shard)
+        paths.check_volume()
+        with disk_errors(paths.part):
+            if paths.final.exists():
+                self._recover(shard)
+                return None
+            fd = lock_file(paths.part, create=True)
+            if fd is None:
+                return None
+            fresh = os.fstat(fd).st_size == 0
+            try:
+                if paths.final.exists():  # finished by another process between our look and our lock
+                    paths.part.unlink()
+                    os.close(fd)
+                    return None
+                paths.sidecar.unlink(missing_ok=True)  # of a shard that somebody removed
+                known = self._known(shard, contents)
+                allocate(fd, self.info.layout(shard).file_bytes)
+                fsync_dir(self.root)
+                writer = ShardWriter(self.info, shard, paths, known, fd)
+                writer.open(self._provenance)
+            except BaseException:
+                if fresh:  # a part that holds nothing gives its space back
+                    os.ftruncate(fd, 0)
+                    paths.part.unlink()
+                os.close(fd)
+                raise
+            return writer
+
+    def _known(self, shard: Shard, contents: Contents) -> Any:
+        try:
+            return pack_contents(shard, contents(shard))
+        except ValueError as error:
+            raise IntegrityError(f"corpus does not fit the plan: {error}", shard.name, "has it changed?") from error
+
+    def _recover(self, shard: Shard) -> None:
+        """Finish a shard that was renamed but has no sidecar, unless its writer is alive and doing so."""
+        paths = self.paths(shard)
+        if paths.sidecar.exists():
+            return
+        fd = lock_file(paths.final)
+        if fd is None:
+            return
+        try:
+            if paths.sidecar.exists():
+                return
+            index = read_index(fd, paths.final)
+            problems = row_problems(fd, index, finite=False)
+            if index.layout.header != self.info.layout(shard).header:
+                raise IntegrityError("shard is of another plan", paths.final, "remove it to capture its rows again")
+            if problems:
+                raise IntegrityError(
+                    f"finished shard is damaged: {problems[0]}", paths.final, "remove it and run again"
+                )
+            publish_sidecar(paths, fd, self._journal(paths))
+        finally:
+            os.close(fd)
+
+    def _journal(self, paths: ShardPaths) -> list[Session]:
+        try:
+            sessions = decode_journal(paths.journal.read_bytes()).sessions
+        except FileNotFoundError:
+            return []
+        return [session for session in sessions if session.plan == self.plan.digest]
+
+    def reopen_failed(self, shard: Shard) -> bool:
+        """Make the failed rows of a complete shard pending again: the shard becomes open, its good rows stay.
+
+        A reader that has the shard open keeps its rows: their bytes do not change, nor does the file they are in.
+
+        Returns:
+            False when there is nothing to retry, or another process has the shard.
+
+        Raises:
+            StoreError, IntegrityError: as lease.
+        """
+        paths = self.paths(shard)
+        paths.check_volume()
+        with disk_errors(paths.final):
+            if self.state(shard) is ShardState.COMPLETE:
+                return self._reopen_complete(paths)
+            if not paths.part.exists():
+                return False
+            fd = lock_file(paths.part)
+            if fd is None:
+                return False
+            try:
+                return self._forget_failed(paths, self._journal(paths))
+            finally:
+                os.close(fd)
+
+    def _reopen_complete(self, paths: ShardPaths) -> bool:
+        sidecar = read_sidecar(paths.sidecar)
+        if sidecar is None or not sidecar.failed:
+            return False
+        fds = []
+        try:
+            # Both locks, so that nobody is creating a new part under the name that the rename will take.
+            for path, create in ((paths.final, False), (paths.part, True)):
+                fd = lock_file(path, create=create)
+                if fd is None:
+                    return False
+                fds.append(fd)
+            index = read_index(fds[0], paths.final)
+            session = Session(self.plan.digest, self.info.spec.spec_id, sidecar.provenance)
+            for position, (status, hashes) in enumerate(zip(index.row_status, index.row_xxh3, strict=True)):
+                row = index.shard.start + position
+                if status == RowStatus.OK:
+                    session.rows[row] = RowOk(row, int(hashes[2]), int(hashes[3]))
+                else:
+                    session.rows[row] = RowFailed(row, sidecar.failed.get(row, ""))
+            # With the reasons until the rename: a crash before it ends in `_recover`, which needs them.
+            write_atomic(paths.journal, encode_journal([session]))
+            paths.sidecar.unlink()
+            fsync_dir(paths.root)
+            paths.final.rename(paths.part)
+            fsync_dir(paths.root)
+            return self._forget_failed(paths, [session])
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _forget_failed(self, paths: ShardPaths, sessions: list[Session]) -> bool:
+        """Rewrite the journal without its failed rows; whether there were any."""
+        found = False
+        for session in sessions:
+            for row in [row for row, entry in session.rows.items() if isinstance(entry, RowFailed)]:
+                del session.rows[row]
+                found = True
+        if found:
+            write_atomic(paths.journal, encode_journal(s for s in sessions if s.rows))
+        return found
+
+    def write_manifest(self) -> None:
+        """As the function of this name."""
+        write_manifest(self.root)
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left beside complete shards."""
+        names = set(os.listdir(self.root))  # noqa: PTH208
+        for shard in self.plan.shards:
+            paths = self.paths(shard)
+            strays = [p for p in (paths.part, paths.journal, *paths.temporaries) if p.name in names]
+            if not strays or shard.name not in names or not paths.final.exists():
+                continue
+            fd = lock_file(paths.final)
+            if fd is None:
+                continue
+            try:
+                if paths.sidecar.exists():
+                    self._remove_strays(strays, paths)
+            finally:
+                os.close(fd)
+
+    def _remove_strays(self, strays: list[Path], paths: ShardPaths) -> None:
+        for path in strays:
+            if path != paths.part:
+                path.unlink(missing_ok=True)
+            elif path.exists() and (fd := lock_file(path)) is not None:
+                path.unlink()
+                os.close(fd)
