@@ -82,7 +82,9 @@ def write_all(writer: StoreWriter, failing: set[int] | frozenset[int] = frozense
     writer.write_manifest()
 
 
-def write_store(root: Path, rows: int = 40, failing: set[int] | frozenset[int] = frozenset(), **changes: object) -> StoreWriter:
+def write_store(
+    root: Path, rows: int = 40, failing: set[int] | frozenset[int] = frozenset(), **changes: object
+) -> StoreWriter:
     writer = open_store(root, rows, **changes)
     write_all(writer, failing)
     return writer

@@ -20,6 +20,7 @@ from eyas.errors import IntegrityError
 from eyas.store.documents import read_sidecar, read_store_info
 from eyas.store.files import ShardPaths, hash_range
 from eyas.store.format import (
+    EVENTS_DIR,
     FIELDS,
     MANIFEST_FILE,
     STORE_FILE,
@@ -322,7 +323,7 @@ def _find(shard: Shard, paths: ShardPaths, names: set[str]) -> tuple[Sidecar | N
 
 
 def _folder_problems(folder: Path, info: StoreInfo, names: set[str], sidecars: Iterable[Sidecar]) -> Iterable[Problem]:
-    known = {STORE_FILE, MANIFEST_FILE}
+    known = {STORE_FILE, MANIFEST_FILE, EVENTS_DIR}
     for shard in info.plan.shards:
         paths = ShardPaths(folder, shard.stem)
         known |= {p.name for p in (paths.final, paths.sidecar, paths.part, paths.journal)}

@@ -28,6 +28,7 @@ FORMAT_VERSION: Final = 1
 FIELDS: Final = ("tokens", "loss_mask", "aux", "last")  # columns of row_xxh3
 STORE_FILE: Final = "store.json"
 MANIFEST_FILE: Final = "manifest.json"
+EVENTS_DIR: Final = "events"  # run logs, for people; no part of the format
 
 
 class RowStatus(IntEnum):

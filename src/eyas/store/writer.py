@@ -82,6 +82,7 @@ class StoreWriter:
         positions_N: npt.ArrayLike,
         shard_bytes: int,
         provenance: Mapping[str, str],
+        dry: bool = False,
     ) -> StoreWriter:
         """Create the store, or resume it.
 
@@ -93,6 +94,7 @@ class StoreWriter:
             positions_N: [N] positions at which each row's `last` is kept.
             shard_bytes: largest shard file.
             provenance: engine, versions, host: kept per shard, never part of identity.
+            dry: create and change nothing; for forecasts.
 
         Raises:
             StoreError: the folder holds something else, the store is for another spec, corpus or plan, or the disk.
@@ -104,21 +106,25 @@ class StoreWriter:
             raise ValueError("a store needs at least one row")
         info = StoreInfo(spec, {**corpus, "digest": str(corpus["digest"])}, shard_bytes, plan)
         with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            if not dry:
+                folder.mkdir(parents=True, exist_ok=True)
             path = folder / STORE_FILE
             if not path.exists():
-                strangers = sorted(p.name for p in folder.iterdir() if not p.name.startswith(STORE_FILE))
+                strangers = sorted(p.name for p in folder.glob("*") if not p.name.startswith(STORE_FILE))
                 if strangers:
                     raise StoreError("folder is not empty and not a store", folder, f"it holds {strangers[0]}")
+                if dry:
+                    return cls(folder, info, provenance)
                 write_new(path, info.to_json().encode())
             existing = read_store_info(folder)
             if differences := existing.differences(info):
                 raise StoreError(
                     f"the store was made for something else ({'; '.join(differences)})", folder, NEW_STORE_HINT
                 )
-            sweep_new(path)
             writer = cls(folder, existing, provenance)
-            writer._sweep()
+            if not dry:
+                sweep_new(path)
+                writer._sweep()
         return writer
 
     @property
@@ -210,6 +216,7 @@ class StoreWriter:
                     f"finished shard is damaged: {problems[0]}", paths.final, "remove it and run again"
                 )
             publish_sidecar(paths, fd, self._journal(paths))
+            self._remove_strays([paths.part, *paths.temporaries], paths)
         finally:
             os.close(fd)
 
@@ -234,7 +241,8 @@ class StoreWriter:
         paths = self.paths(shard)
         paths.check_volume()
         with disk_errors(paths.final):
-            if self.state(shard) is ShardState.COMPLETE:
+            if paths.final.exists():
+                self._recover(shard)
                 return self._reopen_complete(paths)
             if not paths.part.exists():
                 return False
@@ -274,6 +282,8 @@ class StoreWriter:
             fsync_dir(paths.root)
             return self._forget_failed(paths, [session])
         finally:
+            if len(fds) == 2 and paths.final.exists():
+                paths.part.unlink(missing_ok=True)  # the one that was made to hold its name
             for fd in fds:
                 os.close(fd)
 
@@ -310,6 +320,7 @@ class StoreWriter:
                 os.close(fd)
 
     def _remove_strays(self, strays: list[Path], paths: ShardPaths) -> None:
+        """Remove `strays` of a complete shard whose file the caller has locked."""
         for path in strays:
             if path != paths.part:
                 path.unlink(missing_ok=True)
