@@ -1,0 +1,133 @@
+"""A record file that a server's plugin wrote: opened without a copy, believed only after every claim was checked."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from eyas.capture.contract import (
+    DTYPES,
+    RECORD_METADATA,
+    CaptureSpec,
+    RecordHeader,
+    Refusal,
+    count_of,
+    runs_hash,
+    token_hash,
+)
+from eyas.capture.tensorfile import Layout, parse_header
+from eyas.extract.engine import Captured, CaptureRequest, Failed, Retry
+
+_TORCH: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+#: What each of the server's refusals means for the row.
+RETRY: Final[Mapping[Refusal, Retry]] = {
+    Refusal.SPOOL_FULL: Retry.WAIT,
+    Refusal.ROW_TOO_LARGE: Retry.NEVER,
+    Refusal.PREFIX_CACHED: Retry.ATTEMPT,
+    Refusal.CHUNK_GAP: Retry.ATTEMPT,
+    Refusal.TOKENS_DIFFER: Retry.ATTEMPT,
+    Refusal.RETRACTED: Retry.ATTEMPT,
+    Refusal.ABORTED: Retry.ATTEMPT,
+    Refusal.SPEC_DIFFERS: Retry.PROBE,  # the server came back with other settings: the probe says which
+    Refusal.BAD_REQUEST: Retry.NEVER,
+    Refusal.NO_STATES: Retry.PROBE,
+    Refusal.WRITE_FAILED: Retry.ATTEMPT,
+    Refusal.PLUGIN_ERROR: Retry.ATTEMPT,
+}
+
+
+def refused(reason: str, detail: str = "") -> Failed:
+    """The failure that a refusal by the server amounts to; a reason of a newer contract is tried again."""
+    known = next((refusal for refusal in Refusal if refusal == reason), None)
+    if known is None:
+        return Failed("unknown-refusal", f"{reason}: {detail}" if detail else reason)
+    return Failed(str(known), detail, RETRY[known])
+
+
+def open_record(
+    path: Path, request: CaptureRequest, spec: CaptureSpec, release: Callable[[], None] = lambda: None
+) -> Captured | Failed:
+    """Map a record and check that it is the answer to `request` under `spec`.
+
+    Returns:
+        Views of a private mapping of the file, with the digests its header claims (comparing them with the bytes is the
+        reader's, who passes over the bytes anyway); or a failure named after the first claim that does not hold.
+    """
+    try:
+        with path.open("rb") as file:
+            # Copy on write: torch wants writable memory, the file stays as it is.
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except ValueError:
+        return Failed("record-damaged", "the file is empty")
+    except OSError as error:
+        return Failed("record-unreadable", error.strerror or str(error))
+    try:
+        plan = parse_header(memoryview(data), len(data))
+        header = RecordHeader.from_json(plan.metadata[RECORD_METADATA])
+        digests = int(header.aux, 16), int(header.last, 16)
+    except (ValueError, TypeError) as error:
+        return Failed("record-damaged", str(error))
+    except KeyError:
+        return Failed("record-damaged", "the file has no record header")
+    if (failure := _mismatch(header, request, spec) or _shape_mismatch(plan, header, spec)) is not None:
+        return failure
+    return Captured(_view(data, plan, "aux"), _view(data, plan, "last"), *digests, release)
+
+
+def _mismatch(header: RecordHeader, request: CaptureRequest, spec: CaptureSpec) -> Failed | None:
+    """The first claim of the header that is not what was asked for."""
+    asked_tokens, asked_runs = token_hash(request.tokens), f"{runs_hash(request.last_runs):016x}"
+    positions = count_of(request.last_runs)
+    checks: list[tuple[str, object, object]] = [
+        ("rid-differs", header.rid, str(request.rid)),
+        ("spec-differs", header.spec_id, spec.spec_id),
+        ("tokens-differ", header.tokens, asked_tokens),
+        ("rows-differ", header.rows, len(request.tokens)),
+        ("positions-differ", header.positions, positions),
+        ("positions-differ", header.runs, asked_runs),
+    ]
+    for reason, got, wanted in checks:
+        if got != wanted:
+            retry = Retry.PROBE if reason == Refusal.SPEC_DIFFERS else Retry.ATTEMPT
+            return Failed(reason, f"{got}, asked for {wanted}", retry)
+    if not _gapless(header.chunks, header.rows):
+        return Failed("chunks-gap", f"assembled from {header.chunks} for {header.rows} rows")
+    return None
+
+
+def _gapless(chunks: object, rows: int) -> bool:
+    """Whether chunks are [start, stop) pairs from 0 to `rows`, each beginning where the last one ended."""
+    edge = 0
+    if not isinstance(chunks, list):
+        return False
+    for chunk in chunks:
+        if not (isinstance(chunk, list) and len(chunk) == 2 and all(isinstance(end, int) for end in chunk)):
+            return False
+        if chunk[0] != edge or chunk[1] <= edge:
+            return False
+        edge = chunk[1]
+    return edge == rows
+
+
+def _shape_mismatch(plan: Layout, header: RecordHeader, spec: CaptureSpec) -> Failed | None:
+    dtype = DTYPES[spec.dtype][0]
+    wanted: dict[str, tuple[str, Sequence[int]]] = {
+        "aux": (dtype, (header.rows, len(spec.layers), spec.hidden_size)),
+        "last": (dtype, (header.positions, spec.hidden_size)),
+    }
+    got = {name: (info.dtype, info.shape) for name, info in plan.tensors.items()}
+    return None if got == wanted else Failed("shape-differs", f"{got}, expected {wanted}")
+
+
+def _view(data: mmap.mmap, plan: Layout, name: str) -> torch.Tensor:
+    info = plan.tensors[name]
+    dtype = _TORCH[info.dtype]
+    if info.start == info.stop:  # frombuffer takes no empty range
+        return torch.empty(info.shape, dtype=dtype)
+    count = (info.stop - info.start) // dtype.itemsize
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=info.start).reshape(info.shape)

@@ -1,0 +1,225 @@
+"""HTTP with an SGLang server: one place where its answers and our transport's errors become ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+from typing import Any, Final
+
+import httpx
+
+from eyas.capture.contract import LAST_PARAM, REPLY_KEY, SPEC_PARAM, CaptureReply, Refusal
+from eyas.config import ServerConfig
+from eyas.errors import ConfigError, EngineError
+from eyas.extract.engine import CaptureRequest, Failed, Retry
+
+API_KEY_ENV: Final = "EYAS_API_KEY"  # what the settings do not give
+_SHORT_TIMEOUT_S: Final = 15.0  # connecting, and questions that need no forward
+_INFO_PATHS: Final = ("/model_info", "/get_model_info")  # the newer name first; older releases know only the second
+_TOO_LONG: Final = ("is longer than the model", "exceeds the maximum allowed length", "maximum context length")
+_DUPLICATE: Final = "Duplicate request ID"
+_QUEUE_FULL: Final = "queue is full"
+
+
+class ServerAway(EngineError):
+    """The server does not answer, or not yet: it may be restarting."""
+
+
+class SGLangClient:
+    """Requests to one server.
+
+    Args:
+        url: its base URL; user and password in it are used and never shown.
+        cfg: key, certificates and patience.
+        transport: what carries the requests; None is the network.
+
+    Raises:
+        ConfigError: not an http(s) URL, or an unreadable certificate file.
+    """
+
+    def __init__(self, url: str, cfg: ServerConfig, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        parsed = _parsed(url)
+        self.where = str(parsed.copy_with(username=None, password=None)).rstrip("/")
+        self.port = parsed.port or (443 if parsed.scheme == "https" else 80)
+        headers = {"Content-Type": "application/json"}
+        auth = httpx.BasicAuth(parsed.username, parsed.password) if parsed.username else None
+        if key := _api_key(cfg):
+            headers["Authorization"], auth = f"Bearer {key}", None
+        self._http = httpx.AsyncClient(
+            base_url=self.where,
+            headers=headers,
+            auth=auth,
+            verify=_verification(cfg),
+            timeout=httpx.Timeout(cfg.timeout_s, connect=_SHORT_TIMEOUT_S, pool=None),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=None
+            ),  # the caller's window bounds them
+            transport=transport,
+            trust_env=False,  # a proxy for the web must not swallow requests to a server in the next rack
+        )
+
+    async def identify(self) -> dict[str, Any]:
+        """The server's model info.
+
+        Raises:
+            ServerAway: nobody answers, or a server that is not ready.
+            EngineError: not an SGLang server, not authorised, or no trust in its certificate.
+        """
+        for path in _INFO_PATHS:
+            try:
+                response = await self._http.get(path, timeout=_SHORT_TIMEOUT_S)
+            except httpx.TransportError as error:
+                raise self.unreachable(error) from error
+            self._check_authorised(response)
+            if response.status_code >= 500:
+                raise ServerAway("the server is not ready", self.where, f"it answers HTTP {response.status_code}")
+            info = _json_object(response) if response.status_code == 200 else {}
+            if "model_path" in info:
+                return info
+        raise EngineError(
+            "not an SGLang server", self.where, "its address and port are those that `eyas serve` printed?"
+        )
+
+    async def generate(self, request: CaptureRequest, spec_id: str) -> CaptureReply | Failed:
+        """Have the server prefill one row: the plugin's word on it, or by name why there is none.
+
+        Raises:
+            EngineError: not authorised.
+        """
+        rid = str(request.rid)
+        body = {
+            "rid": rid,
+            "input_ids": request.tokens,
+            # Another key, another branch of the radix cache: no prefix is taken from an earlier row.
+            "extra_key": rid,
+            "sampling_params": {
+                "max_new_tokens": 1,  # with 0 the reply carries no word of the plugin
+                "temperature": 0,
+                "custom_params": {SPEC_PARAM: spec_id, LAST_PARAM: request.last_runs},
+            },
+        }
+        try:
+            response = await self._http.post("/generate", content=json.dumps(body, separators=(",", ":")))
+        except httpx.TimeoutException as error:
+            return Failed("reply-late", type(error).__name__, Retry.PROBE)
+        except httpx.TransportError as error:
+            return Failed("connection-lost", self._scrub(error), Retry.PROBE)
+        self._check_authorised(response)
+        if response.status_code != 200:
+            return http_failure(response.status_code, _message(response))
+        return read_reply(_json_object(response))
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    def unreachable(self, error: httpx.TransportError) -> EngineError:
+        """Why the transport failed, for a person."""
+        match _tls_error(error):
+            case ssl.SSLCertVerificationError():
+                hint = "set server.ca_file to the authority that signed it"
+                return EngineError("no trust in the server's certificate", self.where, hint)
+            case ssl.SSLError():
+                return EngineError("no TLS with the server", self.where, "does it speak plain http?")
+        if isinstance(error, httpx.TimeoutException):
+            return ServerAway("the server does not answer", self.where, f"waited {_SHORT_TIMEOUT_S:.0f} s")
+        if isinstance(error, httpx.ConnectError):
+            return ServerAway("no server", self.where, "start it with `eyas serve MODEL`")
+        return ServerAway("the connection broke", self.where, self._scrub(error))
+
+    def _check_authorised(self, response: httpx.Response) -> None:
+        if response.status_code in (401, 403):
+            hint = f"put the server's API key into the environment variable {API_KEY_ENV}"
+            raise EngineError(f"the server refuses us (HTTP {response.status_code})", self.where, hint)
+
+    @staticmethod
+    def _scrub(error: Exception) -> str:
+        """The error's kind only: a transport's text may quote the URL or headers."""
+        return type(error).__name__
+
+
+def http_failure(status: int, message: str) -> Failed:
+    """What an HTTP error of /generate means for the row."""
+    detail = f"HTTP {status}: {message}" if message else f"HTTP {status}"
+    if any(text in message for text in _TOO_LONG):
+        return Failed("row-too-long", detail, Retry.NEVER)
+    if _DUPLICATE in message:
+        return Failed("duplicate-rid", detail)
+    if status == 429 or _QUEUE_FULL in message:
+        return Failed("server-busy", detail, Retry.WAIT)
+    if status >= 500:
+        return Failed("server-error", detail, Retry.PROBE)
+    return Failed("bad-request", detail, Retry.NEVER)
+
+
+def read_reply(body: dict[str, Any]) -> CaptureReply | Failed:
+    """The plugin's word in a reply of /generate; without it nothing may be stored."""
+    meta = body.get("meta_info")
+    meta = meta if isinstance(meta, dict) else {}
+    words = meta.get(REPLY_KEY)
+    word = next((word for word in words if isinstance(word, dict)), None) if isinstance(words, list) else None
+    if word is not None:
+        try:
+            return CaptureReply.from_dict(word)
+        except ValueError as error:
+            return Failed("bad-reply", str(error), Retry.PROBE)
+    finish = meta.get("finish_reason")
+    if isinstance(finish, dict) and finish.get("type") == "abort":
+        message = str(finish.get("message", ""))
+        if any(text in message for text in _TOO_LONG):
+            return Failed("row-too-long", message, Retry.NEVER)
+        return Failed(str(Refusal.ABORTED), message, Retry.PROBE)
+    return Failed("no-plugin-reply", "the reply says nothing of the capture", Retry.PROBE)
+
+
+def _parsed(url: str) -> httpx.URL:
+    hint = "for example http://localhost:30000"
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise ConfigError("not a server URL", hint=hint) from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError("not a server URL", parsed.copy_with(username=None, password=None), hint)
+    return parsed
+
+
+def _verification(cfg: ServerConfig) -> ssl.SSLContext | bool:
+    if not cfg.verify_tls or cfg.ca_file is None:
+        return cfg.verify_tls
+    try:
+        return ssl.create_default_context(cafile=str(cfg.ca_file))
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror or str(error)
+        raise ConfigError("unreadable certificate file", cfg.ca_file, reason) from error
+
+
+def _api_key(cfg: ServerConfig) -> str:
+    return cfg.api_key.get_secret_value() if cfg.api_key is not None else os.environ.get(API_KEY_ENV, "")
+
+
+def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
+    """The TLS failure at the bottom, if there is one; httpx and httpcore wrap it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, ssl.SSLError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _json_object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        body = response.json()
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _message(response: httpx.Response) -> str:
+    """The text of an error reply, whichever of the server's three shapes it has; one short line."""
+    body = _json_object(response)
+    error = body.get("error", body)
+    found = (error.get("message") or error.get("detail")) if isinstance(error, dict) else error
+    text = str(found) if found else response.text
+    return " ".join(text.split())[:300]

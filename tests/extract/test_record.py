@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from sglang_double import record_bytes
+
+from eyas.capture.contract import CaptureSpec, RecordHeader, Refusal, RequestId, count_of, runs_hash, token_hash
+from eyas.capture.tensorfile import parse_header
+from eyas.extract.engine import Captured, CaptureRequest, Failed, Retry
+from eyas.extract.fake import FakeEngine
+from eyas.extract.record import RETRY, open_record, refused
+
+SPEC = CaptureSpec((1, 3, 6), "loss", "bf16", 24, 1000, 10, "f" * 32)
+REQUEST = CaptureRequest(RequestId("run00000", "ses00000", 5, 1), [4, 5, 6, 7, 8], [1, 2, 3, 5])
+
+
+def states(request: CaptureRequest = REQUEST, spec: CaptureSpec = SPEC) -> Captured:
+    made = asyncio.run(FakeEngine(spec).capture(request))
+    assert isinstance(made, Captured)
+    return made
+
+
+def header(request: CaptureRequest = REQUEST, spec: CaptureSpec = SPEC, **changes: Any) -> RecordHeader:
+    made, rows = states(request, spec), len(request.tokens)
+    right = RecordHeader(
+        str(request.rid),
+        spec.spec_id,
+        token_hash(request.tokens),
+        rows,
+        count_of(request.last_runs),
+        f"{runs_hash(request.last_runs):016x}",
+        [[0, 1], [1, rows]] if rows > 1 else [[0, 1]],
+        f"{made.aux_xxh3:016x}",
+        f"{made.last_xxh3:016x}",
+    )
+    return replace(right, **changes)
+
+
+def write(folder: Path, data: bytes) -> Path:
+    path = folder / "record.safetensors"
+    path.write_bytes(data)
+    return path
+
+
+def right_bytes() -> bytes:
+    made = states()
+    return record_bytes(header(), made.aux, made.last, SPEC.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize(
+    ("tokens", "runs"), [([1], []), ([1], [0, 1]), ([1, 2, 3], [0, 1, 2, 3]), (list(range(300)), [])]
+)
+def test_right_record_is_opened(dtype: str, tokens: list[int], runs: list[int], tmp_path: Path) -> None:
+    spec = replace(SPEC, dtype=dtype)
+    request = CaptureRequest(REQUEST.rid, tokens, runs)
+    made = states(request, spec)
+    path = write(tmp_path, record_bytes(header(request, spec), made.aux, made.last, dtype))
+    got = open_record(path, request, spec)
+    assert isinstance(got, Captured)
+    assert torch.equal(got.aux, made.aux)
+    assert torch.equal(got.last, made.last)
+    assert (got.aux_xxh3, got.last_xxh3) == (made.aux_xxh3, made.last_xxh3)
+    with safe_open(path, "pt") as file:  # what others see in the file
+        assert torch.equal(file.get_tensor("aux"), made.aux)
+
+
+def test_views_outlive_the_file_and_do_not_write_to_it(tmp_path: Path) -> None:
+    path = write(tmp_path, right_bytes())
+    got = open_record(path, REQUEST, SPEC)
+    assert isinstance(got, Captured)
+    got.aux.zero_()
+    assert path.read_bytes() == right_bytes()
+    path.unlink()
+    last = got.last
+    del got
+    gc.collect()
+    assert torch.equal(last, states().last)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rid": str(REQUEST.rid._replace(row=6))}, "rid-differs"),
+        ({"rid": str(REQUEST.rid._replace(attempt=0))}, "rid-differs"),
+        ({"rid": str(REQUEST.rid._replace(session="ses00001"))}, "rid-differs"),
+        ({"spec_id": "0" * 32}, "spec-differs"),
+        ({"tokens": token_hash([4, 5, 6, 7, 9])}, "tokens-differ"),  # another row of the same length
+        ({"rows": 4}, "rows-differ"),
+        ({"positions": 2}, "positions-differ"),
+        ({"runs": f"{runs_hash([0, 1, 3, 5]):016x}"}, "positions-differ"),  # as many, elsewhere
+        ({"chunks": []}, "chunks-gap"),
+        ({"chunks": [[0, 2], [3, 5]]}, "chunks-gap"),
+        ({"chunks": [[0, 3], [2, 5]]}, "chunks-gap"),
+        ({"chunks": [[1, 5]]}, "chunks-gap"),
+        ({"chunks": [[0, 4]]}, "chunks-gap"),
+        ({"chunks": [[0, 6]]}, "chunks-gap"),
+        ({"chunks": [[2, 5], [0, 2]]}, "chunks-gap"),
+        ({"chunks": [[0, 5], [5, 5]]}, "chunks-gap"),
+        ({"chunks": [[0, "5"]]}, "chunks-gap"),
+        ({"chunks": [0, 5]}, "chunks-gap"),
+        ({"chunks": {}}, "chunks-gap"),
+        ({"aux": "not hex"}, "record-damaged"),
+        ({"last": 7}, "record-damaged"),
+    ],
+)
+def test_every_wrong_claim_has_its_name(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    made = states()
+    path = write(tmp_path, record_bytes(header(**changes), made.aux, made.last, SPEC.dtype))
+    failed = open_record(path, REQUEST, SPEC)
+    assert isinstance(failed, Failed)
+    assert failed.reason == reason
+    assert failed.retry is (Retry.PROBE if reason == "spec-differs" else Retry.ATTEMPT)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda aux, last: (aux[:-1], last),
+        lambda aux, last: (aux[:, :-1], last),
+        lambda aux, last: (aux[..., :-1], last),
+        lambda aux, last: (aux.flatten(1), last),
+        lambda aux, last: (aux, last[:-1]),
+        lambda aux, last: (aux, last[:, :-2]),
+        lambda aux, last: (last, aux),
+    ],
+)
+def test_tensors_of_another_shape(change: Any, tmp_path: Path) -> None:
+    made = states()
+    path = write(tmp_path, record_bytes(header(), *change(made.aux, made.last), SPEC.dtype))
+    failed = open_record(path, REQUEST, SPEC)
+    assert isinstance(failed, Failed)
+    assert failed.reason == "shape-differs"
+
+
+def test_tensors_of_another_dtype(tmp_path: Path) -> None:
+    made = states()
+    failed = open_record(write(tmp_path, record_bytes(header(), made.aux, made.last, "f16")), REQUEST, SPEC)
+    assert isinstance(failed, Failed)
+    assert failed.reason == "shape-differs"
+
+
+@given(st.integers(0, len(right_bytes()) - 1))
+@settings(deadline=None, max_examples=60)
+def test_a_cut_record_is_damaged_wherever_it_was_cut(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
+    path = write(tmp_path_factory.mktemp("cut"), right_bytes()[:size])
+    failed = open_record(path, REQUEST, SPEC)
+    assert isinstance(failed, Failed)
+    assert failed.reason == "record-damaged"
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_a_flipped_header_byte_never_passes_for_another_row(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    whole = bytearray(right_bytes())
+    size = len(parse_header(bytes(whole), len(whole)).header)
+    at, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7))
+    whole[at] ^= 1 << bit
+    got = open_record(write(tmp_path_factory.mktemp("flip"), bytes(whole)), REQUEST, SPEC)
+    if isinstance(got, Captured):  # only a digest may differ, which the reader compares with the bytes
+        assert torch.equal(got.aux, states().aux)
+        assert torch.equal(got.last, states().last)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 7, struct.pack("<Q", 1 << 60) + b"x" * 50, b"\x02\0\0\0\0\0\0\0{}", b"\x02\0\0\0\0\0\0\0[]"]
+)
+def test_files_that_are_no_record(data: bytes, tmp_path: Path) -> None:
+    failed = open_record(write(tmp_path, data), REQUEST, SPEC)
+    assert isinstance(failed, Failed)
+    assert failed.reason == "record-damaged"
+
+
+def test_missing_file_is_unreadable(tmp_path: Path) -> None:
+    failed = open_record(tmp_path / "gone", REQUEST, SPEC)
+    assert isinstance(failed, Failed)
+    assert failed.reason == "record-unreadable"
+
+
+def test_no_descriptor_stays_open(tmp_path: Path) -> None:
+    path = write(tmp_path, right_bytes())
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    kept = [open_record(path, REQUEST, SPEC) for _ in range(20)]
+    during = len(list(Path("/proc/self/fd").iterdir()))
+    del kept
+    gc.collect()
+    # A mapping keeps a duplicate of the descriptor while its views live, and none after.
+    assert during <= before + 20
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_every_refusal_has_a_meaning() -> None:
+    assert set(RETRY) == set(Refusal)
+    for refusal in Refusal:
+        assert refused(str(refusal), "why") == Failed(str(refusal), "why", RETRY[refusal])
+    assert RETRY[Refusal.SPOOL_FULL] is Retry.WAIT
+
+
+def test_refusal_of_a_newer_contract_is_tried_again() -> None:
+    assert refused("new-thing", "why") == Failed("unknown-refusal", "new-thing: why", Retry.ATTEMPT)
