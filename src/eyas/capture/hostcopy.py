@@ -79,5 +79,6 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     if tensor.nbytes == 0:
         return memoryview(b"")
     window = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    window.owner = tensor  # the address alone would not keep a temporary tensor from being freed
+    # The address alone would not keep a temporary tensor from being freed.
+    window.owner = tensor  # pyright: ignore[reportAttributeAccessIssue]
     return memoryview(window).cast("B")

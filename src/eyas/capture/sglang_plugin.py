@@ -25,9 +25,9 @@ from importlib.metadata import version
 from typing import Any, Final
 
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput  # pyright: ignore[reportMissingImports]
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
+from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
 
 from eyas.capture.assembler import Chunk, Refused
 from eyas.capture.contract import (
@@ -111,10 +111,10 @@ class Plugin:
         try:
             if self._silent or batch is None or worker.is_draft_worker:
                 return
+            if self.recorder is not None:
+                self.recorder.sweep()  # first: what an aborted request had reserved may be what the next one needs
             if batch.forward_mode.is_extend() and any(is_own_rid(request.rid) for request in batch.reqs):
                 self._capture(result, batch)
-            if self.recorder is not None:
-                self.recorder.sweep()
         except Exception as error:  # noqa: BLE001 - never raise into the server
             self._log_once("forward", error)
 

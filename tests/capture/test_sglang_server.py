@@ -1,0 +1,338 @@
+"""The plugin inside the real SGLang server on CPU: a tiny Llama, plain HTTP, every row against transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from eyas.capture.contract import (
+    FAILED_SUFFIX,
+    LAST_PARAM,
+    RECORD_METADATA,
+    RECORD_SUFFIX,
+    SPEC_FILE,
+    SPEC_PARAM,
+    RecordHeader,
+    RequestId,
+    ServerHello,
+    field_hash,
+    runs_hash,
+    token_hash,
+)
+from servers import Server, sglang_server
+from sglang_cpu.models import VOCAB_SIZE, tiny_llama
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+Reference = Callable[[list[int]], tuple[torch.Tensor, ...]]
+_rows = iter(range(1_000_000))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One rank, radix cache on, chunks of 64 tokens, room for everything."""
+    with sglang_server(model, tmp_path_factory.mktemp("plain"), flags=["--chunked-prefill-size", "64"]) as running:
+        yield running
+
+
+QUOTA = 4_000_000
+
+
+@pytest.fixture(scope="module")
+def tight_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two tensor-parallel ranks, a quota of 4 MB, no tokenizer, requests taken back at random while they decode."""
+    folder = tmp_path_factory.mktemp("tight")
+    flags = ["--chunked-prefill-size", "64", "--tp-size", "2", "--skip-tokenizer-init", "--disable-radix-cache"]
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1", "SGLANG_TEST_RETRACT": "1"}
+    with sglang_server(model, folder, flags=flags, env=env, quota_bytes=QUOTA) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def hidden_states(ids: list[int]) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return tuple(h[0] for h in target(torch.tensor([ids]), output_hidden_states=True).hidden_states)
+
+    return hidden_states
+
+
+def hello(server: Server) -> ServerHello:
+    return ServerHello.from_json((server.spool / SPEC_FILE).read_text())
+
+
+def new_rid() -> str:
+    return str(RequestId("testtest", "abcd0123", next(_rows), 0))
+
+
+def some_tokens(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(6, VOCAB_SIZE), k=length)
+
+
+def capture(server: Server, ids: list[int], runs: list[int], rid: str, **extra: Any) -> dict[str, Any]:
+    """Send one own request; `extra` overrides fields of the payload, its `params` those of custom_params."""
+    params = {SPEC_PARAM: hello(server).spec_id, LAST_PARAM: runs} | extra.pop("params", {})
+    sampling = {"max_new_tokens": 1, "temperature": 0, "custom_params": params, **extra.pop("sampling", {})}
+    payload = {"rid": rid, "input_ids": ids, "extra_key": rid, "sampling_params": sampling, **extra}
+    return server.generate(**payload)["meta_info"]
+
+
+def refusal(meta: dict[str, Any]) -> str:
+    (reply,) = meta["eyas"]
+    assert reply["status"] == "refused", reply
+    return reply["reason"]
+
+
+def wait_for(server: Server, rid: str, deadline_s: float = 20.0) -> Path:
+    """The record's file, whichever way it ended."""
+    ends = [server.spool / f"{rid}{suffix}" for suffix in (RECORD_SUFFIX, FAILED_SUFFIX)]
+    until = time.monotonic() + deadline_s
+    while time.monotonic() < until:
+        for path in ends:
+            if path.exists():
+                return path
+        time.sleep(0.01)
+    raise AssertionError(f"no record of {rid}:\n{server.log_tail()}")
+
+
+def check_record(server: Server, rid: str, ids: list[int], runs: list[int], reference: Reference) -> RecordHeader:
+    """Identity, checksums and every number of a published record; neighbouring layers must not match."""
+    path = wait_for(server, rid)
+    assert path.suffix == RECORD_SUFFIX, path.read_text()
+    agreed = hello(server)
+    with safe_open(path, framework="pt") as file:
+        header = RecordHeader.from_json(file.metadata()[RECORD_METADATA])
+        aux, last = file.get_tensor("aux"), file.get_tensor("last")
+    layers = agreed.spec["layers"]
+    positions = [p for a, b in zip(runs[0::2], runs[1::2], strict=True) for p in range(a, b)]
+    assert (header.rid, header.spec_id, header.tokens) == (rid, agreed.spec_id, token_hash(ids))
+    assert (header.rows, header.positions, header.runs) == (len(ids), len(positions), f"{runs_hash(runs):016x}")
+    assert (int(header.aux, 16), int(header.last, 16)) == (field_hash(aux.numpy()), field_hash(last.numpy()))
+    assert [a for a, _ in header.chunks] == [0, *(b for _, b in header.chunks[:-1])]
+    assert header.chunks[-1][1] == len(ids)
+    states = reference(ids)
+    assert aux.shape == (len(ids), len(layers), agreed.spec["hidden_size"])
+    for at, layer in enumerate(layers):
+        torch.testing.assert_close(aux[:, at], states[layer + 1], atol=1e-3, rtol=1e-3)
+        for neighbour in (states[layer], states[layer + 2]):
+            assert (aux[:, at] - neighbour).abs().max() > 0.1
+    torch.testing.assert_close(last, states[-1][positions], atol=1e-3, rtol=1e-3)
+    return header
+
+
+def test_hello_states_the_agreement_and_what_the_server_admits(server: Server) -> None:
+    agreed = hello(server)
+    assert agreed.spec["layers"] == [1, 3, 4]
+    assert (agreed.spec["num_layers"], agreed.spec["hidden_size"], agreed.spec["vocab_size"]) == (8, 256, VOCAB_SIZE)
+    assert agreed.provenance["layers_checked"] == "yes"
+    assert agreed.provenance["capture"] == "server flags"
+    longest = agreed.max_row_tokens
+    rid = new_rid()
+    assert capture(server, some_tokens(1, longest), [], rid)["eyas"][0]["status"] == "accepted"
+    wait_for(server, rid).unlink()
+    with pytest.raises(OSError, match="400"):
+        capture(server, some_tokens(1, longest + 1), [], new_rid())
+
+
+def test_sixteen_at_once_every_row_right(server: Server, reference: Reference) -> None:
+    shared = some_tokens(2, 300)
+    lengths = [1, 2, 63, 64, 65, 128, 200, 200, 200, 333, 333, 512, 600]
+    prompts = [some_tokens(100 + n, length) for n, length in enumerate(lengths)]
+    prompts += [shared + some_tokens(3, 40), shared + some_tokens(4, 40), prompts[-1]]  # prefixes, and a duplicate
+    random.Random(5).shuffle(prompts)
+    jobs: list[tuple[str, list[int], list[int]]] = []
+    for n, ids in enumerate(prompts):
+        cuts = sorted(random.Random(n).sample(range(len(ids) + 1), min(4, (len(ids) + 1) // 2 * 2)))
+        jobs.append((new_rid(), ids, cuts))
+    with ThreadPoolExecutor(16) as pool:
+        metas = list(pool.map(lambda job: capture(server, job[1], job[2], job[0]), jobs))
+    for (rid, ids, runs), meta in zip(jobs, metas, strict=True):
+        (reply,) = meta["eyas"]
+        assert (reply["status"], reply["rows"], reply["tokens"]) == ("accepted", len(ids), token_hash(ids))
+        check_record(server, rid, ids, runs, reference)
+    assert not list(server.spool.glob(".*"))
+
+
+def test_other_requests_are_not_touched(server: Server) -> None:
+    """Side by side in the same batches, streamed or not: no `eyas` key, no file, the same tokens as alone."""
+    ids = some_tokens(6, 90)
+    sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    alone = server.generate(input_ids=ids, sampling_params=sampling)
+    before = set(server.spool.iterdir())
+    own = [(new_rid(), some_tokens(200 + n, 50 + n)) for n in range(8)]
+
+    def streamed(_: int) -> list[dict[str, Any]]:
+        body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
+        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as response:
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
+
+    with ThreadPoolExecutor(24) as pool:
+        ours = [pool.submit(capture, server, tokens, [], rid) for rid, tokens in own]
+        others = [pool.submit(server.generate, input_ids=ids, sampling_params=sampling) for _ in range(8)]
+        streams = list(pool.map(streamed, range(8)))
+    assert all(job.result()["eyas"][0]["status"] == "accepted" for job in ours)
+    for other in [job.result() for job in others] + [stream[-1] for stream in streams]:
+        assert other["output_ids"] == alone["output_ids"]
+    for meta in [job.result()["meta_info"] for job in others] + [m["meta_info"] for s in streams for m in s]:
+        assert "eyas" not in meta
+    files = {wait_for(server, rid) for rid, _ in own}
+    assert set(server.spool.iterdir()) - before == files
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_with_many_tokens_says_it_once(server: Server, reference: Reference, stream: bool) -> None:
+    ids, rid = some_tokens(7, 70), new_rid()
+    params = {SPEC_PARAM: hello(server).spec_id, LAST_PARAM: [0, 70]}
+    sampling = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 0, "custom_params": params}
+    body = {"rid": rid, "input_ids": ids, "extra_key": rid, "sampling_params": sampling, "stream": stream}
+    response = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    text = response.text if not stream else response.text.split("data: ")[-2]
+    meta = json.loads(text)["meta_info"]
+    assert meta["completion_tokens"] == 6
+    assert [reply["status"] for reply in meta["eyas"]] == ["accepted"]
+    check_record(server, rid, ids, [0, 70], reference)
+
+
+def test_a_cached_prefix_is_refused_by_name(server: Server) -> None:
+    ids = some_tokens(8, 200)
+    assert capture(server, ids, [], new_rid(), extra_key=None)["eyas"][0]["status"] == "accepted"
+    rid = new_rid()
+    meta = capture(server, ids, [], rid, extra_key=None)
+    assert meta["cached_tokens"] > 0
+    assert refusal(meta) == "prefix-cached"
+    assert not list(server.spool.glob(f"*{rid}*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"params": {SPEC_PARAM: "0" * 32}}, "spec-differs"),
+        ({"params": {SPEC_PARAM: None}}, "spec-differs"),
+        ({"params": {LAST_PARAM: [0]}}, "bad-request"),
+        ({"params": {LAST_PARAM: [0, 81]}}, "bad-request"),
+        ({"params": {LAST_PARAM: [5, 5]}}, "bad-request"),
+        ({"params": {LAST_PARAM: "0-5"}}, "bad-request"),
+        ({"params": {LAST_PARAM: None}}, "bad-request"),
+    ],
+)
+def test_a_wrong_request_is_refused_by_name(server: Server, change: dict[str, Any], reason: str) -> None:
+    rid = new_rid()
+    assert refusal(capture(server, some_tokens(9, 80), [0, 10], rid, **change)) == reason
+    assert not list(server.spool.glob(f"*{rid}*"))
+
+
+@pytest.mark.parametrize("rid", ["eyas.", "eyas.x", "eyas.testtest.abcd0123.00000001.1", "eyas.../../../../etc/x"])
+def test_a_malformed_id_is_refused_by_name(server: Server, rid: str) -> None:
+    before = set(server.spool.iterdir())
+    assert refusal(capture(server, some_tokens(10, 20), [], rid)) == "bad-request"
+    assert set(server.spool.iterdir()) == before
+
+
+def test_a_vanished_spool_is_refused_by_name_and_the_server_lives(server: Server, reference: Reference) -> None:
+    moved = server.spool.with_name("moved")
+    server.spool.rename(moved)
+    ids, rid = some_tokens(11, 80), new_rid()
+    agreed = {SPEC_PARAM: ServerHello.from_json((moved / SPEC_FILE).read_text()).spec_id, LAST_PARAM: []}
+    sampling = {"max_new_tokens": 1, "custom_params": agreed}
+    assert refusal(server.generate(rid=rid, input_ids=ids, sampling_params=sampling)["meta_info"]) == "write-failed"
+    assert not server.spool.exists()
+    moved.rename(server.spool)
+    rid = new_rid()
+    assert capture(server, ids, [0, 5], rid)["eyas"][0]["status"] == "accepted"
+    check_record(server, rid, ids, [0, 5], reference)
+
+
+def test_two_ranks_write_each_record_once(tight_server: Server, reference: Reference) -> None:
+    jobs = [(new_rid(), some_tokens(300 + n, 30 + 10 * n)) for n in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        metas = list(pool.map(lambda job: capture(tight_server, job[1], [0, 30], job[0]), jobs))
+    assert all(meta["eyas"][0]["status"] == "accepted" for meta in metas)
+    for rid, ids in jobs:
+        check_record(tight_server, rid, ids, [0, 30], reference)
+    records = [path.name for path in tight_server.spool.iterdir() if path.name != SPEC_FILE]
+    assert sorted(records) == sorted(f"{rid}{RECORD_SUFFIX}" for rid, _ in jobs)
+    assert tight_server.log.read_text(errors="replace").count("eyas: capturing") == 1
+    _clean(tight_server)
+
+
+def test_over_quota_is_refused_until_there_is_room(tight_server: Server) -> None:
+    spec = hello(tight_server).spec
+    per_token = len(spec["layers"]) * spec["hidden_size"] * 4
+    half = some_tokens(12, QUOTA // per_token // 2)
+    rids = [new_rid() for _ in range(3)]
+    for rid in rids[:2]:
+        assert capture(tight_server, half, [], rid)["eyas"][0]["status"] == "accepted"
+    assert refusal(capture(tight_server, half, [], rids[2])) == "spool-full"
+    wait_for(tight_server, rids[0]).unlink()
+    assert capture(tight_server, half, [], rids[2])["eyas"][0]["status"] == "accepted"
+    too_large = some_tokens(13, QUOTA // per_token + 1)
+    assert refusal(capture(tight_server, too_large, [], new_rid())) == "row-too-large"
+    for rid in rids[1:]:
+        wait_for(tight_server, rid)
+    _clean(tight_server)
+
+
+def test_an_aborted_request_gives_its_room_back(tight_server: Server) -> None:
+    spec = hello(tight_server).spec
+    nearly_all = some_tokens(14, QUOTA * 9 // 10 // (len(spec["layers"]) * spec["hidden_size"] * 4))
+
+    def aborted() -> bool:
+        rid = new_rid()
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(capture, tight_server, nearly_all, [], rid)
+            time.sleep(0.1)
+            httpx.post(f"{tight_server.url}/abort_request", json={"rid": rid}, timeout=30)
+            finished = job.exception() is None and job.result()["finish_reason"]["type"] != "abort"
+        if finished:
+            wait_for(tight_server, rid).unlink()
+        else:
+            assert not (tight_server.spool / f"{rid}{RECORD_SUFFIX}").exists()
+        return not finished
+
+    assert any(aborted() for _ in range(10)), "every request finished before its abort arrived"
+    rid = new_rid()
+    assert capture(tight_server, nearly_all, [], rid)["eyas"][0]["status"] == "accepted"
+    wait_for(tight_server, rid)
+    _clean(tight_server)
+
+
+def test_a_request_taken_back_while_it_decodes_keeps_its_record(tight_server: Server, reference: Reference) -> None:
+    jobs = [(new_rid(), some_tokens(400 + n, 40 + n)) for n in range(6)]
+    sampling = {"max_new_tokens": 40, "ignore_eos": True}
+    with ThreadPoolExecutor(6) as pool:
+        metas = list(pool.map(lambda j: capture(tight_server, j[1], [1, 9], j[0], sampling=sampling), jobs))
+    assert sum(meta["num_retractions"] for meta in metas) > 0
+    for (rid, ids), meta in zip(jobs, metas, strict=True):
+        assert [reply["status"] for reply in meta["eyas"]] == ["accepted"]
+        check_record(tight_server, rid, ids, [1, 9], reference)
+    _clean(tight_server)
+
+
+def test_no_refusal_was_a_plugin_error(server: Server, tight_server: Server) -> None:
+    for running in (server, tight_server):
+        assert "logged once" not in running.log.read_text(errors="replace")
+
+
+def _clean(server: Server) -> None:
+    for path in server.spool.iterdir():
+        if path.name != SPEC_FILE:
+            path.unlink()
