@@ -191,14 +191,14 @@ def store_info(store: Annotated[Path, typer.Argument(help="The store.")]) -> Non
 def store_move(
     store: Annotated[Path, typer.Argument(help="The store.")],
     to: Annotated[Path, typer.Option(help="Folder on the other disk.")],
-    shards: Annotated[list[str] | None, typer.Argument(help="Names or numbers; default: all complete ones.")] = None,
+    shards: Annotated[list[str] | None, typer.Argument(help="Shard file names; default: all complete ones.")] = None,
 ) -> None:
     """Move complete shards to another disk, also while a run goes on; links stay in their place.
 
-    Example: `eyas store move store --to /mnt/second 0 1 2`
+    Example: `eyas store move store --to /mnt/second`
     """
-    for name, outcome in eyas.move_shards(store, shards, to):
-        out.print(f"{name}  {outcome}", highlight=False, markup=False, soft_wrap=True)
+    for move in eyas.move_shards(store, shards or None, to):
+        out.print(f"{move.name}  {move.state}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

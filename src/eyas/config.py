@@ -133,6 +133,10 @@ class FakeConfig(Section):
     delay_s: Annotated[float, Field(ge=0)] = 0.0
     """Time one capture takes."""
     seed: int = 0
+    max_row_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longest row it admits."""
+    failing_rows: tuple[int, ...] = ()
+    """Rows that fail at every attempt, to rehearse failures."""
 
 
 class Config(Section):

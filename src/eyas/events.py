@@ -1,11 +1,16 @@
 """The run log: one JSON object a line, append only, so that a report can be drawn long after the run.
 
-{"t": 1764437000.12, "event": "shard_done", "shard": 3, "rows": 512, ...}
+    {"t": 1764437000.12, "event": "shard_done", "shard": 3, ...}
+
+The file is locked while its session lives, which is how others tell a session that died from one that works.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,21 +20,34 @@ class EventLog:
     """Appends events to a JSON-lines file. Losing the log never fails a run: a full disk silences it."""
 
     def __init__(self, path: Path | None) -> None:
-        self._file = None
+        self._fd = -1
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", buffering=1, encoding="utf-8")
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            with contextlib.suppress(OSError):  # a file system without locks: sessions look dead to one another
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def emit(self, event: str, **fields: Any) -> None:
         """Append one event with the current time (seconds since the epoch)."""
-        if self._file is None:
-            return
-        try:
-            self._file.write(json.dumps({"t": round(time.time(), 3), "event": event} | fields) + "\n")
-        except OSError:
-            self._file = None
+        if self._fd >= 0:
+            line = json.dumps({"t": round(time.time(), 3), "event": event} | fields) + "\n"
+            with contextlib.suppress(OSError):
+                os.write(self._fd, line.encode())
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file and give up its lock."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def is_open(path: Path) -> bool:
+    """Whether a living process holds the log at `path`."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -8,8 +8,17 @@ import socket
 import string
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from eyas import extract as adapters
+from eyas.capture.contract import CaptureSpec, default_layers
 from eyas.config import Config
+from eyas.data.corpus import Corpus
+from eyas.errors import ConfigError
+from eyas.extract.engine import Engine, EngineInfo, Failed
+
+if TYPE_CHECKING:
+    from eyas.extract.target import Target
 
 _ALPHABET = string.ascii_lowercase + string.digits
 
@@ -57,3 +66,74 @@ def _short(number: int) -> str:
         number, digit = divmod(number, len(_ALPHABET))
         digits.append(_ALPHABET[digit])
     return "".join(digits)
+
+
+def make_engine(job: Job, share: int = 1) -> Engine:
+    """The engine a job names, not yet started.
+
+    Args:
+        job: what to run.
+        share: how many workers share the server's spool quota.
+
+    Raises:
+        ConfigError: the target cannot be found, or the settings do not fit it.
+    """
+    cfg = job.cfg
+    match job.engine:
+        case "fake":
+            return adapters.FakeEngine(
+                fake_spec(cfg, Corpus.open(job.corpus)),
+                seed=cfg.fake.seed,
+                delay_s=cfg.fake.delay_s,
+                faults={row: Failed("made-to-fail", "fake.failing_rows names it") for row in cfg.fake.failing_rows},
+                max_row_tokens=cfg.fake.max_row_tokens,
+            )
+        case "hf":
+            target = _target(job)
+            return adapters.HFEngine(
+                target, target_spec(target, cfg), device=cfg.extract.device, dtype=cfg.extract.model_dtype
+            )
+        case _:
+            if not job.url:
+                raise ConfigError("the sglang engine needs a server", "extract.engine", "add --server URL")
+            return adapters.SGLangEngine(
+                job.url, target_spec(_target(job), cfg), cfg.server, job.run, job.session, share
+            )
+
+
+def static_info(job: Job) -> EngineInfo | None:
+    """What an engine will deliver where that is known without starting it: only a server must be asked."""
+    match job.engine:
+        case "hf":
+            return EngineInfo(target_spec(_target(job), job.cfg))
+        case "fake":
+            spec = fake_spec(job.cfg, Corpus.open(job.corpus))
+            return EngineInfo(spec, max_row_tokens=job.cfg.fake.max_row_tokens)
+        case _:
+            return None
+
+
+def target_spec(target: Target, cfg: Config) -> CaptureSpec:
+    """The agreement that the settings ask for."""
+    return target.spec(cfg.capture.layers, cfg.capture.last, cfg.capture.dtype)
+
+
+def fake_spec(cfg: Config, corpus: Corpus) -> CaptureSpec:
+    """The made-up target of a rehearsal; its fingerprint is no real model's."""
+    fake, capture = cfg.fake, cfg.capture
+    try:
+        return CaptureSpec(
+            layers=capture.layers or default_layers(fake.num_layers),
+            last=capture.last,
+            dtype=capture.dtype,
+            hidden_size=fake.hidden_size,
+            vocab_size=corpus.meta.vocab_size,
+            num_layers=fake.num_layers,
+            model=hashlib.sha256(f"fake {fake.seed}".encode()).hexdigest()[:32],
+        )
+    except ValueError as error:
+        raise ConfigError(str(error), "fake", "set capture.layers, or fake.num_layers to 7 or more") from error
+
+
+def _target(job: Job) -> Target:
+    return adapters.Target.load(job.model, trust_remote_code=job.cfg.extract.trust_remote_code)

@@ -17,6 +17,7 @@ from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError, StoreError
 from eyas.extract.engine import EngineInfo
 from eyas.extract.progress import human_bytes, human_time
+from eyas.store.format import EVENTS_DIR
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def forecast(
         missing=missing,
         free=shutil.disk_usage(_existing(root)).free,
         reserve=reserve if missing else 0,
-        tokens_per_s=last_rate(root / "events"),
+        tokens_per_s=last_rate(root / EVENTS_DIR),
         too_long=_over(corpus.n_tokens, info.max_row_tokens),
         max_row_tokens=info.max_row_tokens,
         too_large=_over(sizes, info.spool_bytes),

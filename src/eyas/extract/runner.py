@@ -26,14 +26,15 @@ from rich.console import Console
 from eyas.config import Config
 from eyas.data.corpus import Corpus
 from eyas.errors import EngineError, EyasError, Interrupted, StoreError
-from eyas.events import EventLog
+from eyas.events import EventLog, is_open
 from eyas.extract.build import Job, make_engine, new_session, static_info
 from eyas.extract.engine import Engine, EngineInfo
 from eyas.extract.forecast import Forecast, forecast
 from eyas.extract.progress import RunView, Snapshot, human_bytes
 from eyas.extract.worker import Report, Worker
 from eyas.positions import kept_counts
-from eyas.store.writer import StoreWriter
+from eyas.store.format import EVENTS_DIR, Sidecar
+from eyas.store.writer import ShardState, StoreWriter
 
 _REFRESH_S = 0.25
 _PROGRESS_EVENT_S = 5.0
@@ -147,12 +148,10 @@ def extract(
     planned = plan_of(job, opened, info, writer)
     planned.check(store)
     summary = Summary(len(opened), planned.tokens, planned)
-    log = EventLog(store / "events" / f"{job.session}.jsonl")
+    log = EventLog(_log_path(store, job.session))
     log.emit("start", engine=job.engine, workers=workers, rows=summary.rows, tokens=summary.tokens, **info.provenance)
-    for shard in writer.plan.shards:
-        if writer.is_complete(shard):
-            done, failed = writer.counts(shard)
-            summary.add(Report(resumed_rows=done[0], resumed_tokens=done[1], failed=failed))
+    for sidecar in complete_shards(writer):
+        summary.add(_earlier(sidecar, opened))
     view = RunView(console, _snapshot(summary, info))
     began_s = time.monotonic()
     session = _Session(job, info, workers, summary, view, log)
@@ -161,8 +160,8 @@ def extract(
             session.run()
     finally:
         summary.seconds = time.monotonic() - began_s
-        manifest = writer.write_manifest()
-        summary.bytes = manifest.bytes
+        writer.write_manifest()
+        summary.bytes = sum(sidecar.bytes for sidecar in complete_shards(writer))
         log.emit(
             "end",
             rows_done=summary.rows_done,
@@ -192,8 +191,23 @@ def plan(
     return plan_of(job, opened, info, open_store(job, opened, info, dry=True))
 
 
+def complete_shards(writer: StoreWriter) -> list[Sidecar]:
+    """What the finished shards hold."""
+    return [sidecar for shard in writer.plan.shards if (sidecar := writer.sidecar(shard)) is not None]
+
+
+def _earlier(sidecar: Sidecar, corpus: Corpus) -> Report:
+    """A complete shard, as progress of earlier sessions."""
+    failed = sum(int(corpus.n_tokens[row]) for row in sidecar.failed)
+    return Report(resumed_rows=sidecar.ok_rows, resumed_tokens=sidecar.tokens - failed, failed=len(sidecar.failed))
+
+
 def open_store(job: Job, corpus: Corpus, info: EngineInfo, *, dry: bool = False) -> StoreWriter:
-    """The store of this corpus and spec, made or resumed; `dry` only plans it."""
+    """The store of this corpus and spec, made or resumed; `dry` writes nothing.
+
+    Raises:
+        StoreError: the folder holds something else, or a store for something else.
+    """
     return StoreWriter.open(
         job.store,
         spec=info.spec,
@@ -214,13 +228,15 @@ def open_store(job: Job, corpus: Corpus, info: EngineInfo, *, dry: bool = False)
 
 def plan_of(job: Job, corpus: Corpus, info: EngineInfo, writer: StoreWriter) -> Forecast:
     """The forecast of a store as its files stand now."""
+    states = [writer.state(shard) for shard in writer.plan.shards]
+    absent = [shard for shard, state in zip(writer.plan.shards, states, strict=True) if state is ShardState.ABSENT]
     return forecast(
         corpus,
         info,
         kept_counts(corpus.n_tokens, corpus.n_positions, info.spec.last),
         total=writer.plan.total_bytes,
-        missing=writer.missing_bytes(),
-        shards=(len(writer.plan.shards), sum(writer.is_complete(shard) for shard in writer.plan.shards)),
+        missing=sum(writer.info.layout(shard).file_bytes for shard in absent),
+        shards=(len(states), states.count(ShardState.COMPLETE)),
         root=job.store,
         reserve=job.cfg.store.reserve_bytes,
     )
@@ -235,6 +251,10 @@ async def _prove(job: Job) -> EngineInfo:
         return await engine.start()
     finally:
         await engine.close()
+
+
+def _log_path(store: Path, session: str) -> Path:
+    return store / EVENTS_DIR / f"{session}.jsonl"
 
 
 def _snapshot(summary: Summary, info: EngineInfo) -> Snapshot:
@@ -363,6 +383,8 @@ async def _work(
     ticker: asyncio.Task[None] | None = None
     try:
         info = await engine.start()
+        if clean_stale := getattr(engine, "clean_stale", None):
+            await asyncio.to_thread(clean_stale, job.run, lambda session: is_open(_log_path(job.store, session)))
         worker = Worker(
             corpus,
             open_store(job, corpus, info),

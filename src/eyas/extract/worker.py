@@ -22,8 +22,10 @@ from eyas.errors import EngineError
 from eyas.extract.engine import Captured, CaptureRequest, Engine, Failed, Retry
 from eyas.extract.window import Window
 from eyas.positions import kept_positions, kept_runs
+from eyas.store.format import RowContents
 from eyas.store.plan import Shard
-from eyas.store.writer import RowContents, ShardWriter, StoreWriter
+from eyas.store.shard_writer import ShardWriter
+from eyas.store.writer import ShardState, StoreWriter
 
 _MAX_SENDS = 100  # attempt numbers have two digits
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 5.0
@@ -138,11 +140,11 @@ class Worker:
                 self._spawn(self._row(open_shard, row, cost))
 
     async def _lease(self, shard: Shard) -> tuple[list[CorpusRow], _OpenShard] | None:
-        if await self._in_thread(self._store.is_complete, shard):
+        if await self._in_thread(self._store.state, shard) is ShardState.COMPLETE:
             return None
         rows = await self._in_thread(lambda: list(self._corpus.rows(shard.start, shard.stop)))
 
-        def contents() -> list[RowContents]:
+        def contents(_: Shard) -> list[RowContents]:
             last = self._spec.last
             return [RowContents(row.tokens, row.loss_mask, kept_positions(row.loss_mask, last)) for row in rows]
 

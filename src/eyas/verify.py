@@ -1,0 +1,240 @@
+"""`eyas verify`: what can be known about a store, cheapest first.
+
+structure, checksums, finiteness      from the store alone
+identity                              tokens and masks against the corpus
+values                                sampled rows recomputed by transformers, every captured layer and `last`,
+                                      with controls (neighbouring layers, shifted rows) that must NOT match
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from eyas.capture.contract import CaptureSpec
+from eyas.compare import TOLERANCE, Distance, distance, rejects
+from eyas.config import ExtractConfig
+from eyas.data.corpus import Corpus
+from eyas.errors import ConfigError, IntegrityError
+from eyas.extract.hf import hidden_states, load_model
+from eyas.extract.target import Target
+from eyas.positions import kept_positions
+from eyas.store.check import Problem, verify_store
+from eyas.store.format import RowContents
+from eyas.store.plan import Shard
+from eyas.store.reader import StoreReader, StoreRow
+
+LAST = "last"
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Rows recomputed with transformers.
+
+    Attributes:
+        rows: how many were.
+        worst: for every captured state (a layer's number, or `last`) its largest distance of any row.
+        nearest: for every control (`3 as 2`: layer 3 where 2 is stored) its smallest distance of any row.
+        mismatches: states that are not what they should be, and controls that could not be told apart.
+    """
+
+    rows: int = 0
+    worst: dict[str, Distance] = field(default_factory=dict)
+    nearest: dict[str, Distance] = field(default_factory=dict)
+    mismatches: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What `verify` found.
+
+    Attributes:
+        store: its folder.
+        rows, failed: good rows, and rows recorded as failed.
+        problems: what is wrong with the bytes.
+        comparison: against the model, where asked for.
+        notes: what was not checked.
+    """
+
+    store: Path
+    rows: int
+    failed: int
+    problems: tuple[Problem, ...]
+    comparison: Comparison | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The closing table, name and text."""
+        lines = [("rows", f"{self.rows:,} good, {self.failed:,} recorded as failed")]
+        kinds = Counter(problem.kind for problem in self.problems)
+        lines.append(
+            ("bytes", ", ".join(f"{n} x {kind}" for kind, n in kinds.most_common()) or "all as they should be")
+        )
+        lines += [("problem", str(problem)) for problem in self.problems[:5]]
+        if self.comparison:
+            done = self.comparison
+            lines.append(("against", f"{done.rows} rows recomputed, {len(done.mismatches)} mismatches"))
+            for name, right in done.worst.items():
+                near = [d.median for key, d in done.nearest.items() if key.endswith(f" as {name}")]
+                lines.append(
+                    (
+                        "  last" if name == LAST else f"  layer {name}",
+                        f"error median {right.median:.1e} worst {right.worst:.1e}, cosine at least {right.cosine:.5f}; "
+                        f"nearest control {min(near):.1e}",
+                    )
+                )
+            lines += [("mismatch", text) for text in done.mismatches[:5]]
+        return lines + [("not checked", note) for note in self.notes]
+
+    def check(self) -> None:
+        """Raises IntegrityError when anything is wrong."""
+        mismatches = self.comparison.mismatches if self.comparison else []
+        if found := len(self.problems) + len(mismatches):
+            first = str(self.problems[0]) if self.problems else mismatches[0]
+            raise IntegrityError(
+                f"{found} problems, the first: {first}", self.store, "the shards named must be made again"
+            )
+
+
+def verify(
+    store: Path,
+    *,
+    corpus: Path | None = None,
+    against: str | None = None,
+    sample: int = 16,
+    cfg: ExtractConfig | None = None,
+    console: Console | None = None,
+) -> VerifyReport:
+    """Check a store.
+
+    Args:
+        store: its folder.
+        corpus: compare tokens, masks and positions with this corpus, which must be the one the store was made from.
+        against: a model's folder or hub id; sampled rows are recomputed with transformers in float32.
+        sample: how many rows, spread evenly over the store; 0 is all.
+        cfg: device and trust_remote_code for `against`.
+        console: where progress goes.
+
+    Raises:
+        StoreError, ConfigError: the store, corpus or model cannot be read, or belong to another run.
+    """
+    console = console or Console(stderr=True)
+    cfg = cfg or ExtractConfig()
+    reader = StoreReader(store)
+    contents = None
+    if corpus is not None:
+        opened = Corpus.open(corpus)
+        made_from = reader.info.corpus["digest"]
+        if opened.digest != made_from:
+            raise ConfigError(
+                "the store was made from another corpus", corpus, f"digest {opened.digest}, not {made_from}"
+            )
+
+        def contents(shard: Shard) -> Iterator[RowContents]:
+            for row in opened.rows(shard.start, shard.stop):
+                yield RowContents(row.tokens, row.loss_mask, kept_positions(row.loss_mask, reader.spec.last))
+
+    checked = verify_store(store, contents)
+    report = VerifyReport(store, checked.rows, checked.failed, checked.problems)
+    if corpus is None:
+        report.notes.append("identity: name the --corpus")
+    if against is not None:
+        report.comparison = compare_with_model(reader, against, sample, cfg, console)
+    else:
+        report.notes.append("values: name the model with --against")
+    return report
+
+
+def compare_with_model(
+    reader: StoreReader, model: str, sample: int, cfg: ExtractConfig, console: Console
+) -> Comparison:
+    """Recompute rows with transformers in float32 and compare every state, and every control.
+
+    Raises:
+        ConfigError: the model is not the one the store was captured from.
+    """
+    target = Target.load(model, trust_remote_code=cfg.trust_remote_code)
+    spec = reader.spec
+    theirs = target.spec(spec.layers, spec.last, spec.dtype)
+    if theirs.model and theirs.model != spec.model:
+        raise ConfigError("the store was captured from another model", model, f"fingerprint {spec.model} in the store")
+    network = load_model(target, device=cfg.device, dtype="f32")
+    rows = sample_rows(len(reader), sample)
+    result = Comparison()
+    for index in track(rows, "recomputing", console=console, disable=not console.is_terminal):
+        row = reader[index]
+        layers = sorted(
+            {near for layer in spec.layers for near in (layer - 1, layer, layer + 1)} | {spec.num_layers - 1}
+        )
+        states, last = hidden_states(network, row.tokens.tolist(), [n for n in layers if n < spec.num_layers])
+        compare_row(row, spec, states, last, result)
+    return result
+
+
+def compare_row(
+    row: StoreRow, spec: CaptureSpec, states: Mapping[int, torch.Tensor], last: torch.Tensor, result: Comparison
+) -> None:
+    """Compare one stored row with recomputed states and add to `result`.
+
+    Args:
+        row: as stored.
+        spec: the store's.
+        states: recomputed outputs [T, H] of the captured layers, of their neighbours (-1 is the embedding's output),
+            and of the last layer.
+        last: recomputed state after the final norm, [T, H].
+        result: is added to.
+    """
+    result.rows += 1
+    for column, layer in enumerate(spec.layers):
+        stored = row.aux[:, column]
+        controls = {str(near): states[near] for near in (layer - 1, layer + 1) if near in states and near != layer}
+        _compare(result, row, str(layer), stored, states[layer], controls, spec)
+    kept = row.last_index.long()
+    if len(kept):
+        controls = {"pre-norm": states[spec.num_layers - 1][kept]}
+        _compare(result, row, LAST, row.last, last[kept], controls, spec)
+
+
+def _compare(
+    result: Comparison,
+    row: StoreRow,
+    name: str,
+    stored: torch.Tensor,
+    reference: torch.Tensor,
+    controls: Mapping[str, torch.Tensor],
+    spec: CaptureSpec,
+) -> None:
+    tolerance = TOLERANCE[spec.dtype]
+    right = distance(stored, reference)
+    if not right.within(tolerance):
+        result.mismatches.append(
+            f"row {row.row}, {name}: error median {right.median:.1e}, worst {right.worst:.1e} of {tolerance}"
+        )
+    known = result.worst.get(name)
+    result.worst[name] = right if known is None else _larger(known, right)
+    shifted = {"shifted by one": reference.roll(1, 0)} if len(reference) > 1 else {}
+    for control, states in {**controls, **shifted}.items():
+        away = distance(stored, states)
+        key = f"{control} as {name}"
+        if key not in result.nearest or away.median < result.nearest[key].median:
+            result.nearest[key] = away
+        if not rejects(away, right, tolerance):
+            result.mismatches.append(f"row {row.row}: {control} cannot be told from {name} (error {away.median:.1e})")
+
+
+def _larger(one: Distance, other: Distance) -> Distance:
+    return Distance(max(one.median, other.median), max(one.worst, other.worst), min(one.cosine, other.cosine))
+
+
+def sample_rows(rows: int, sample: int) -> list[int]:
+    """`sample` row numbers spread evenly over `rows`; all of them for 0."""
+    if sample in (0, rows) or sample > rows:
+        return list(range(rows))
+    return sorted(set(np.linspace(0, rows - 1, sample).round().astype(int).tolist()))

@@ -1,0 +1,316 @@
+"""The runner against the shipped FakeEngine: no row lost, none doubled, the same bytes whatever happened on the way."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from eyas.config import Config, load
+from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
+from eyas.errors import ConfigError, EngineError, StoreError
+from eyas.extract.runner import Summary, extract, plan
+from eyas.store.check import verify_store
+from eyas.store.reader import StoreReader
+
+SETTINGS = ["extract.engine=fake", "store.shard_bytes=2MB", "store.reserve_bytes=0", "extract.window_requests=8"]
+
+
+def make_corpus(path: Path, rows: int = 120, seed: int = 1) -> Path:
+    """Rows of unequal length, many equal, some duplicates, some of one token."""
+    rng = np.random.default_rng(seed)
+    meta = CorpusMeta(model="made-up", tokenizer_hash="0" * 32, template_hash="0" * 32, vocab_size=1000)
+    with CorpusWriter(path, meta) as writer:
+        previous = np.array([1, 2, 3])
+        for row in range(rows):
+            length = int(rng.choice([1, 2, 64, 64, 64, 200, int(rng.integers(1, 600))]))
+            tokens = previous if row % 17 == 5 else rng.integers(0, 1000, length)
+            mask = np.zeros(len(tokens), np.uint8)
+            mask[len(tokens) // 3 :] = 1
+            writer.add(f"r{row}", tokens, mask)
+            previous = tokens
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus") / "corpus.parquet")
+
+
+@pytest.fixture(scope="module")
+def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """File digests of an uninterrupted run by one worker."""
+    store = tmp_path_factory.mktemp("reference") / "store"
+    run(corpus, store)
+    return digests(store)
+
+
+def run(corpus: Path, store: Path, *settings: str, workers: int = 1, retry_failed: bool = False) -> Summary:
+    cfg = load(overrides=[*SETTINGS, *settings])
+    console = Console(file=io.StringIO())
+    return extract(corpus, store, cfg=cfg, workers=workers, retry_failed=retry_failed, console=console)
+
+
+def digests(store: Path) -> dict[str, str]:
+    """Everything in the store but the event log, by content."""
+    files = sorted(path for path in store.iterdir() if path.is_file())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def command(corpus: Path, store: Path, *settings: str, workers: int = 1) -> list[str]:
+    sets = [word for setting in (*SETTINGS, *settings) for word in ("--set", setting)]
+    return [sys.executable, "-m", "eyas", "extract", str(corpus), str(store), "--workers", str(workers), *sets]
+
+
+def test_every_row_is_stored_once_and_is_its_own(corpus: Path, tmp_path: Path) -> None:
+    summary = run(corpus, tmp_path / "store")
+    opened = Corpus.open(corpus)
+    reader = StoreReader(tmp_path / "store")
+    assert (summary.rows_done, summary.failed, summary.complete) == (len(opened), 0, True)
+    assert [reader[i].row for i in range(len(reader))] == list(range(len(opened)))
+    for i, row in enumerate(opened.rows()):
+        assert reader[i].tokens.tolist() == row.tokens.tolist()
+    assert verify_store(tmp_path / "store").problems == ()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_the_same_bytes_whoever_wrote_them(
+    corpus: Path, tmp_path: Path, reference: dict[str, str], workers: int
+) -> None:
+    summary = run(corpus, tmp_path / "store", workers=workers)
+    assert summary.complete
+    assert digests(tmp_path / "store") == reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_killed_ten_times_at_random_points_then_resumed(
+    corpus: Path, tmp_path: Path, reference: dict[str, str], workers: int
+) -> None:
+    store, rng, kills = tmp_path / "store", random.Random(workers), 0
+    slow = "fake.delay_s=0.15"  # a run takes long enough to be killed in its middle
+    while kills < 10:
+        process = subprocess.Popen(
+            command(corpus, store, slow, workers=workers), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        wait_for_rows(store, process)
+        time.sleep(rng.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        if process.wait() != -signal.SIGKILL:
+            break  # finished first
+        kills += 1
+    assert kills >= 5
+    wait_until_unleased(corpus, store, workers)
+    assert digests(store) == reference
+
+
+def wait_for_rows(store: Path, process: subprocess.Popen) -> None:
+    """Until this session has journalled something, or the process ends."""
+    journals = store.glob("*.journal")
+    before = {path: path.stat().st_size for path in journals}
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        now = {path: size_of(path) for path in store.glob("*.journal")}
+        if any(size > before.get(path, 0) + 200 for path, size in now.items()):
+            return
+        time.sleep(0.02)
+
+
+def size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def wait_until_unleased(corpus: Path, store: Path, workers: int) -> None:
+    """Resume to the end; worker processes of the killed parent may take a moment to follow it."""
+    for _ in range(50):
+        try:
+            assert run(corpus, store, workers=workers).complete
+            return
+        except StoreError as error:
+            assert "leased" in error.what
+            time.sleep(0.2)
+    raise AssertionError("shards stayed leased")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_signal_drains_and_the_same_command_resumes(
+    corpus: Path, tmp_path: Path, reference: dict[str, str], number: signal.Signals, workers: int
+) -> None:
+    store = tmp_path / "store"
+    process = subprocess.Popen(
+        command(corpus, store, "fake.delay_s=0.2", workers=workers), stderr=subprocess.PIPE, text=True
+    )
+    wait_for_rows(store, process)
+    process.send_signal(number)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    assert "the same command resumes" in text
+    assert "Traceback" not in text
+    assert run(corpus, store).complete
+    assert digests(store) == reference
+
+
+def test_a_complete_store_is_reused(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "store")
+    again = run(corpus, tmp_path / "store")
+    assert (again.rows_now, again.rows_done) == (0, 120)
+
+
+def test_a_changed_spec_is_refused_by_name_and_nothing_is_touched(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "store")
+    before = digests(tmp_path / "store")
+    for setting, name in [
+        ("capture.layers=[2, 3]", "layers"),
+        ("capture.last=all", "last"),
+        ("capture.dtype=f32", "dtype"),
+        ("fake.seed=1", "model"),
+        ("fake.hidden_size=32", "hidden_size"),
+        ("store.shard_bytes=1MB", "shard_bytes"),
+    ]:
+        with pytest.raises(StoreError, match=name) as caught:
+            run(corpus, tmp_path / "store", setting)
+        assert caught.value.exit_code == 5
+    assert digests(tmp_path / "store") == before
+
+
+def test_another_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "store")
+    other = make_corpus(tmp_path / "other.parquet", seed=2)
+    with pytest.raises(StoreError, match="digest"):
+        run(other, tmp_path / "store")
+
+
+def test_the_plan_says_what_it_needs_and_writes_nothing(corpus: Path, tmp_path: Path) -> None:
+    planned = plan(corpus, tmp_path / "store", cfg=load(overrides=SETTINGS))
+    assert not (tmp_path / "store").exists()
+    opened = Corpus.open(corpus)
+    assert planned.rows == len(opened)
+    assert planned.tokens == opened.n_tokens.sum()
+    run(corpus, tmp_path / "store")
+    shards = list((tmp_path / "store").glob("*.safetensors"))
+    assert planned.missing == sum(path.stat().st_size for path in shards)
+    assert planned.shards == len(shards)
+    assert plan(corpus, tmp_path / "store", cfg=load(overrides=SETTINGS)).missing == 0
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_written(corpus: Path, tmp_path: Path) -> None:
+    huge = ["fake.hidden_size=16777216", "store.shard_bytes=100GB"]
+    planned = plan(corpus, tmp_path / "store", cfg=load(overrides=[*SETTINGS, *huge]))
+    with pytest.raises(StoreError, match="not enough disk"):
+        planned.check(tmp_path / "store")
+    with pytest.raises(StoreError, match="not enough disk"):
+        run(corpus, tmp_path / "store", *huge)
+    assert not list(tmp_path.glob("store/*.part"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A 12 MB file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        if os.environ.get("CI"):
+            pytest.fail("cannot mount a small disk")
+        pytest.skip("needs the right to mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Write until the disk is full."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        while os.write(fd, bytes(4096)):
+            pass
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+    finally:
+        os.close(fd)
+
+
+def test_a_full_disk_stops_cleanly_and_the_run_resumes(
+    corpus: Path, small_disk: Path, reference: dict[str, str], tmp_path: Path
+) -> None:
+    """Somebody else fills the disk after the plan was made."""
+    store = small_disk / "store"
+    run_cfg = load(overrides=[*SETTINGS, "store.shard_bytes=300kB"])
+    full = tmp_path / "full"
+    extract(corpus, full, cfg=run_cfg, console=Console(file=io.StringIO()))
+    hog = small_disk / "hog"
+    process = subprocess.Popen(
+        command(corpus, store, "store.shard_bytes=300kB", "fake.delay_s=0.2"), stderr=subprocess.PIPE, text=True
+    )
+    wait_for_rows(store, process)
+    fill(hog)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 5, text
+    assert "disk full" in text
+    assert "Traceback" not in text
+    hog.unlink()
+    assert extract(corpus, store, cfg=run_cfg, console=Console(file=io.StringIO())).complete
+    assert digests(store) == digests(full)
+
+
+def test_a_row_longer_than_the_engine_admits_is_refused_at_plan(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="longer than the engine admits") as caught:
+        run(corpus, tmp_path / "store", "fake.max_row_tokens=100")
+    assert "prepare.max_tokens=100" in caught.value.hint
+
+
+def test_failed_rows_are_marked_skipped_and_filled_later(
+    corpus: Path, tmp_path: Path, reference: dict[str, str]
+) -> None:
+    store = tmp_path / "store"
+    summary = run(corpus, store, "fake.failing_rows=[0, 7, 119]")
+    assert (summary.failed, summary.rows_done, summary.complete) == (3, 117, True)
+    assert summary.reasons == {"made-to-fail": 3}
+    reader = StoreReader(store)
+    assert len(reader) == 117
+    assert {reader[i].row for i in range(117)} == set(range(120)) - {0, 7, 119}
+    assert verify_store(store).problems == ()
+    again = run(corpus, store)
+    assert (again.rows_now, again.failed) == (0, 3)
+    filled = run(corpus, store, retry_failed=True)
+    assert (filled.rows_now, filled.failed, filled.rows_done) == (3, 0, 120)
+    assert digests(store) == reference
+
+
+def test_stop_on_failure_is_an_option(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="row 3 failed: made-to-fail"):
+        run(corpus, tmp_path / "store", "fake.failing_rows=[3]", "extract.on_failure=stop")
+
+
+def test_the_event_log_tells_the_run(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "store", "fake.failing_rows=[7]")
+    (log,) = (tmp_path / "store" / "events").glob("*.jsonl")
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "end"
+    assert next(e for e in events if e["event"] == "row_failed")["reason"] == "made-to-fail"
+    assert kinds.count("shard_done") == len(list((tmp_path / "store").glob("*.safetensors")))
+    assert events[-1]["rows_done"] == 119
+
+
+def test_default_settings_are_a_config() -> None:
+    assert load().extract == Config().extract

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eyas.config import Config, load
+from eyas.errors import ConfigError
+
+
+def test_defaults_need_no_file() -> None:
+    assert load() == Config()
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("extract: {attempts: 5, window_requests: 8}\nstore: {shard_bytes: 64MiB}\n")
+    cfg = load(path, ["extract.attempts=7", "capture.layers=[1, 2, 3]"])
+    assert (cfg.extract.attempts, cfg.extract.window_requests) == (7, 8)
+    assert cfg.store.shard_bytes == 64 << 20
+    assert cfg.capture.layers == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("extract.atempts=5", "did you mean extract.attempts?"),
+        ("extrct.attempts=5", "did you mean extract?"),
+        ("store.shard_byte=5", "did you mean store.shard_bytes?"),
+        ("extract.zzzzzz=5", "known: extract.engine"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(override: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(overrides=[override])
+    assert "unknown config key" in caught.value.what
+    assert hint in caught.value.hint
+    assert caught.value.exit_code == 2
+
+
+def test_a_key_without_its_section_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("window_requests: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert "extract.window_requests" in caught.value.hint
+    assert str(path) in caught.value.where
+
+
+@pytest.mark.parametrize("text", ["extract.attempts", "attempts=3", "=3", ".=3", "extract.=3"])
+def test_a_malformed_override_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not an override"):
+        load(overrides=[text])
+
+
+@pytest.mark.parametrize(
+    "text", ["extract.attempts=many", "extract.attempts=0", "store.shard_bytes=-1", "capture.dtype=fp4", "extract=3"]
+)
+def test_a_bad_value_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        load(overrides=[text])
+
+
+@pytest.mark.parametrize("content", [b"- a list", b"extract: 3", b"\xff\xfe", b"extract: {", b"extract: [1]"])
+def test_a_bad_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(path) in caught.value.where
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(tmp_path / "absent.yaml")
+
+
+def test_the_api_key_never_shows() -> None:
+    cfg = load(overrides=["server.api_key=hunter2"])
+    assert "hunter2" not in repr(cfg)
+    assert "hunter2" not in str(cfg.model_dump())
+    assert "hunter2" not in cfg.model_dump_json()

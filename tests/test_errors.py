@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from eyas import errors
+
+
+def subclasses(cls: type) -> list[type]:
+    return [cls, *(sub for child in cls.__subclasses__() for sub in subclasses(child))]
+
+
+def test_every_error_survives_a_process_boundary() -> None:
+    """Worker processes send their errors to the parent."""
+    for cls in subclasses(errors.EyasError):
+        error = cls("what", "where", "next")
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is cls
+        assert (copy.what, copy.where, copy.hint) == ("what", "where", "next")
+
+
+def test_exit_codes_are_distinct_and_as_documented() -> None:
+    codes = {cls.__name__: cls.exit_code for cls in errors.EyasError.__subclasses__()}
+    assert codes == {"ConfigError": 2, "EngineError": 3, "IntegrityError": 4, "StoreError": 5, "Interrupted": 130}
+
+
+@pytest.mark.parametrize(
+    ("args", "text"), [(("a",), "a"), (("a", "b"), "a: b"), (("a", "b", "c"), "a: b (c)"), (("a", "", "c"), "a (c)")]
+)
+def test_one_line_says_what_where_and_what_to_do(args: tuple[str, ...], text: str) -> None:
+    assert str(errors.EyasError(*args)) == text
