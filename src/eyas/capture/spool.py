@@ -196,8 +196,9 @@ class Spool:
     def _make_folder(self) -> None:
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True)
+            # A client removes what it has read, so the group's readers may write here; everyone else may only look.
             readable = self._mode & 0o444
-            self.folder.chmod(readable | readable >> 1 | readable >> 2)  # who may read a record may remove it
+            self.folder.chmod(readable | (readable & 0o440) >> 1 | readable >> 2)
             if self._group is not None:
                 os.chown(self.folder, -1, self._group)
 
