@@ -1,0 +1,33 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def model_cache() -> Path:
+    """Where converted models are kept: EYAS_CACHE, else .cache in the repository."""
+    return Path(os.environ.get("EYAS_CACHE") or REPO / ".cache")
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(model_cache: Path) -> Path:
+    """SmolLM2-135M-Instruct as a bf16 safetensors folder, converted when it is not there yet."""
+    from eyas.smollm2 import smollm2_dir as prepared
+
+    return prepared(model_cache)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real chats and hostile shapes beside the repository; tests that want them are skipped elsewhere."""
+    path = REPO.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip("no shared data beside the repository")
+    return path
