@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from eyas.capture.contract import CaptureSpec
 from eyas.store.format import Sidecar, StoreInfo, pack_contents, shard_layout
+from eyas.store.journal import Session, session_line
 from eyas.store.plan import Plan, Shard, make_plan
 from eyas.store.writer import StoreWriter
 
@@ -222,3 +223,44 @@ def test_documents_refuse_what_they_did_not_write(document):
     if isinstance(document, StoreInfo):
         with pytest.raises(ValueError, match="spec_id"):
             StoreInfo.from_json(json.dumps(data | {"spec_id": "0" * 32}))
+
+
+# --- the document ---
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "store-format.md"
+
+
+def block(after: str) -> str:
+    """The fenced block that follows a line of the document."""
+    text = DOCUMENT.read_text()
+    return text[text.index(after) :].split("```")[1].partition("\n")[2]
+
+
+def test_documented_code_reads_a_shard(golden):
+    rows: list[tuple[torch.Tensor, ...]] = []
+    exec(block("### Ten lines to read one"), {"path": golden / "shard-00000.safetensors", "rows": rows})
+    assert [(t.tolist(), i.tolist()) for t, _, i, _ in rows] == [([5, 6, 7], [1]), ([8, 7, 6, 5], [0, 1])]
+    assert torch.equal(rows[1][1].float(), 2 + torch.arange(32).reshape(4, 2, 4) / 8)
+    assert torch.equal(rows[1][3].float(), -2 - torch.arange(8).reshape(2, 4) / 8)
+
+
+def test_documented_example_is_the_golden_store(golden):
+    data = (golden / "shard-00000.safetensors").read_bytes()
+    first, *lines = block("<!-- example -->").splitlines()
+    assert first == f"bytes 0:912      header, its first 8 bytes are {data[:8].hex(' ')}"
+    edge = 912
+    for line in lines:
+        span, name, *digits = line.split()
+        start, stop = map(int, span.split(":"))
+        assert (start, name in data[:912].decode("latin1")) == (edge, True)
+        shown = bytes.fromhex("".join(digits).removesuffix(".."))
+        assert data[start : start + len(shown)] == shown
+        assert line.endswith("..") == (start + len(shown) < stop)
+        edge = stop
+    assert edge == len(data)
+    assert block("<!-- sidecar -->") == (golden / "shard-00000.json").read_text()
+
+
+def test_documented_journal_line():
+    line = session_line(Session("p", "s", [{"engine": "golden"}])).decode()
+    assert block("<!-- journal -->") == line

@@ -83,9 +83,9 @@ def test_a_million_rows_take_less_than_a_second():
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 8000, 1_000_000)
     spec = CaptureSpec((1, 29, 57), "loss", "bf16", 7168, 160_000, 61, "0" * 32)
-    started = time.perf_counter()
+    started = time.process_time()
     plan = make_plan(tokens, tokens // 2, spec, 4 << 30)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert plan.shards[-1].stop == 1_000_000
     assert sum(s.tokens for s in plan.shards) == int(tokens.sum())
 

@@ -257,6 +257,30 @@ def snapshot_files(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.iterdir() if path.is_file()}
 
 
+def test_close_waits_for_rows_in_flight(tmp_path):
+    writer = open_store(tmp_path, 4, shard_bytes=1 << 20)
+    lease = writer.lease(first(writer), contents)
+    barrier = threading.Barrier(5)
+
+    def put(row: int) -> bool:
+        barrier.wait()
+        try:
+            lease.put(row, *row_states(row))
+        except ValueError as error:
+            assert "is closed" in str(error)
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = [pool.submit(put, row) for row in range(4)]
+        barrier.wait()
+        lease.close()
+        lease.close()
+    written = [row for row, outcome in enumerate(outcomes) if outcome.result()]
+    with writer.lease(first(writer), contents) as lease:
+        assert lease.pending == [row for row in range(4) if row not in written]
+
+
 def test_the_same_row_from_two_threads_is_written_once(tmp_path):
     writer = open_store(tmp_path)
     with writer.lease(first(writer), contents) as lease:

@@ -15,7 +15,7 @@ import xxhash
 
 from eyas.errors import StoreError
 
-CHUNK_BYTES: Final = 4 << 20  # of whole items of any dtype; small enough to stay in cache between its uses
+CHUNK_BYTES: Final = 512 << 10  # of whole items of any dtype; small enough to stay in cache between its uses
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_FALLOCATE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
 

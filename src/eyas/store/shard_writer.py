@@ -63,13 +63,13 @@ class ShardWriter:
         self._info, self._paths, self._known, self._fd = info, paths, known, fd
         self._layout: Layout = info.layout(shard)
         self._spec: CaptureSpec = info.spec
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when a row is no longer in flight
         self._rows: dict[int, RowOk | RowFailed] = {}
         self._in_flight: set[int] = set()
         self._sessions: list[Session] = []
         self._journal_fd = -1
         self._journal_bytes = 0
-        self._broken = False
+        self._broken = self._closed = False
 
     # --- opening ---
 
@@ -177,8 +177,7 @@ class ShardWriter:
                 pwrite_all(self._fd, last_bytes, spans[1][0])
             self._record(RowOk(row, aux_xxh3, last_xxh3))
         finally:
-            with self._lock:
-                self._in_flight.discard(row)
+            self._land(row)
 
     def fail(self, row: int, reason: str, detail: str = "") -> None:
         """Give a row up by name. It is not pending any more; `StoreWriter.reopen_failed` makes it so again.
@@ -191,19 +190,23 @@ class ShardWriter:
         try:
             self._record(RowFailed(row, reason, detail))
         finally:
-            with self._lock:
-                self._in_flight.discard(row)
+            self._land(row)
 
     def _claim(self, row: int) -> tuple[tuple[int, int], tuple[int, int]]:
         if not self.shard.start <= row < self.shard.stop:
             raise ValueError(f"row {row} is not of {self.shard.name}, rows {self.shard.start} to {self.shard.stop - 1}")
         with self._lock:
-            if self._fd < 0:
+            if self._closed:
                 raise ValueError(f"{self.shard.name} is closed")
             if row in self._in_flight or isinstance(self._rows.get(row), RowOk):
                 raise ValueError(f"row {row} of {self.shard.name} is already written or being written")
             self._in_flight.add(row)
         return self._span("aux", row), self._span("last", row)
+
+    def _land(self, row: int) -> None:
+        with self._lock:
+            self._in_flight.discard(row)
+            self._lock.notify_all()
 
     def _record(self, entry: RowOk | RowFailed) -> None:
         line = row_line(entry)
@@ -267,8 +270,10 @@ class ShardWriter:
         pwrite_all(self._fd, flat(status), tensors["row_status"].start)
 
     def close(self) -> None:
-        """Release the lease. Rows being put must have returned."""
+        """Release the lease, once the rows being put are in place. Later calls do nothing."""
         with self._lock:
+            self._closed = True
+            self._lock.wait_for(lambda: not self._in_flight)
             for fd in (self._journal_fd, self._fd):
                 if fd >= 0:
                     os.close(fd)
