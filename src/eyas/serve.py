@@ -27,6 +27,28 @@ NEWEST_TESTED: Final = "0.5.23"
 OLDEST_SUPPORTED: Final = "0.5.17"
 _OWN_FLAGS_SINCE: Final = (0, 5, 23)  # the first release with --enable-return-aux-hidden-states
 
+#: Models that have only SGLang's older setter of layers to keep. Its numbering differs between models; on these the
+#: ids are layer outputs, as DFLASH's are (read in 0.5.23, and the plugin checks it at start).
+_EAGLE3_ONLY: Final = frozenset(
+    {
+        "ApertusForCausalLM",
+        "BailingMoEForCausalLM",
+        "BailingMoeForCausalLM",
+        "BailingMoeV2ForCausalLM",
+        "ExaoneMoEForCausalLM",
+        "ExaoneMoeForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "Glm4MoeForCausalLM",
+        "Llama4ForConditionalGeneration",
+        "LongcatFlashForCausalLM",
+        "MiniMaxM2ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration",
+    }
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ServeCommand:
@@ -97,14 +119,16 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
         ConfigError: an unsupported release, unreadable config, or layers that must be named and are not.
     """
     if last not in LAST_MODES or dtype not in DTYPES:
-        raise ConfigError(
-            "unknown capture setting", f"last={last}, dtype={dtype}", f"last: {LAST_MODES}; dtype: {tuple(DTYPES)}"
-        )
+        choices = f"last: {', '.join(LAST_MODES)}; dtype: {', '.join(DTYPES)}"
+        raise ConfigError("unknown capture setting", f"last={last}, dtype={dtype}", choices)
     if quota_bytes < 1:
         raise ConfigError("the spool quota must be positive", f"quota_bytes={quota_bytes}")
+    if not 0 < port < 1 << 16:
+        raise ConfigError("not a port", port, "choose one from 1 to 65535")
     installed = installed_sglang()
     version = sglang_version or installed or NEWEST_TESTED
-    chosen = _chosen_layers(model, layers)
+    config = read_config(model) if not layers or Path(model).is_dir() else {}
+    chosen = _chosen_layers(model, text_config(config), layers)
     settings = ServerSettings(
         layers=chosen,
         spool=str(spool if spool is not None else f"/dev/shm/eyas-{port}"),
@@ -116,25 +140,34 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
     )
     program = python or (sys.executable if installed else "python")
     argv = (program, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port))
-    return ServeCommand((*argv, *_capture_flags(version, chosen), *extra), {SETTINGS_ENV: settings.to_env()})
+    flags = _capture_flags(version, chosen, config.get("architectures"))
+    return ServeCommand((*argv, *flags, *extra), {SETTINGS_ENV: settings.to_env()})
 
 
-def _capture_flags(version: str, layers: Sequence[int]) -> tuple[str, ...]:
+def _capture_flags(version: str, layers: Sequence[int], architectures: Any) -> tuple[str, ...]:
     release = _release(version)
     if release < _release(OLDEST_SUPPORTED):
         raise ConfigError(
             "this SGLang release is not supported", f"sglang {version}", f"use {OLDEST_SUPPORTED} or newer"
         )
     if release >= _OWN_FLAGS_SINCE:
-        # The algorithm only names the convention for layer ids (DFLASH: the output of layer i); no draft is loaded.
+        # The algorithm only names the convention for layer ids (the output of layer i); no draft is loaded.
+        older = isinstance(architectures, list) and not _EAGLE3_ONLY.isdisjoint(map(str, architectures))
         return (
             "--enable-return-aux-hidden-states",
             "--speculative-algorithm",
-            "DFLASH",
+            "EAGLE3" if older else "DFLASH",
             "--return-aux-hidden-state-layer-ids",
             *map(str, layers),
         )
-    return ("--enable-return-hidden-states", "--return-hidden-states-mode", "full")
+    # The plugin takes the last state in a Python hook, which the replay of a prefill graph would not run.
+    return (
+        "--enable-return-hidden-states",
+        "--return-hidden-states-mode",
+        "full",
+        "--cuda-graph-backend-prefill",
+        "disabled",
+    )
 
 
 def _release(version: str) -> tuple[int, int, int]:
@@ -144,26 +177,33 @@ def _release(version: str) -> tuple[int, int, int]:
     return int(match[1]), int(match[2]), int(match[3])
 
 
-def _chosen_layers(model: str, layers: Sequence[int] | None) -> tuple[int, ...]:
-    if layers:
-        chosen = tuple(layers)
-        if list(chosen) != sorted(set(chosen)) or chosen[0] < 0:
-            raise ConfigError("layers must be ascending, distinct and not negative", f"layers={list(chosen)}")
-        return chosen
-    depth = read_text_config(model).get("num_hidden_layers")
-    if not isinstance(depth, int):
-        raise ConfigError("the config names no num_hidden_layers", model, "name the layers to capture")
-    try:
-        return default_layers(depth)
-    except ValueError as error:
-        raise ConfigError(str(error), model, f"name ascending layers from 0 to {depth - 1}") from error
+def _chosen_layers(model: str, config: Mapping[str, Any], layers: Sequence[int] | None) -> tuple[int, ...]:
+    depth = config.get("num_hidden_layers")
+    if not layers:
+        if not isinstance(depth, int):
+            raise ConfigError("the config names no num_hidden_layers", model, "name the layers to capture")
+        try:
+            return default_layers(depth)
+        except ValueError as error:
+            raise ConfigError(str(error), model, f"name ascending layers from 0 to {depth - 2}") from error
+    chosen = tuple(layers)
+    if list(chosen) != sorted(set(chosen)) or chosen[0] < 0:
+        raise ConfigError("layers must be ascending, distinct and not negative", f"layers={list(chosen)}")
+    if isinstance(depth, int) and chosen[-1] > depth - 2:
+        # The last layer's output has no following layer whose input SGLang could keep.
+        raise ConfigError(
+            f"SGLang keeps the outputs of layers 0 to {depth - 2} of this model",
+            f"layers={list(chosen)}",
+            "the last layer's state is captured as `last`, after the final norm",
+        )
+    return chosen
 
 
-def read_text_config(model: str) -> dict[str, Any]:
-    """The text model's part of a model's config.json (folder or hub name).
+def read_config(model: str) -> dict[str, Any]:
+    """A model's config.json (folder or hub name).
 
     Raises:
-        ConfigError: missing, unreachable or not JSON.
+        ConfigError: missing, unreachable or not a JSON object.
     """
     try:
         path = Path(model, "config.json") if Path(model).is_dir() else Path(hf_hub_download(model, "config.json"))
@@ -174,5 +214,10 @@ def read_text_config(model: str) -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise ConfigError("config.json is not an object", model)
+    return config
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's part of a config."""
     text = config.get("text_config")
-    return text if isinstance(text, dict) else config
+    return text if isinstance(text, Mapping) else config
