@@ -120,18 +120,19 @@ def sglang_server(
     require_sglang()
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
+    environment = {**os.environ, **CPU_ENV}
     settings = {"dtype": {"float32": "f32", "bfloat16": "bf16"}[dtype], "spool": folder / "spool"} | settings
     command = serve_command(
         str(model),
         layers=layers,
         port=port,
-        sglang_version=_sglang_version(),
+        sglang_version=_sglang_version({**environment, **(env or {})}),
         python=str(PYTHON),
         extra=[*CPU_FLAGS, "--dtype", dtype, *flags],
         **settings,
     )
     log = folder / "server.log"
-    environment = {**os.environ, **CPU_ENV, **command.env, **(env or {})}
+    environment |= {**command.env, **(env or {})}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command.argv,
@@ -149,9 +150,10 @@ def sglang_server(
             _stop(process)
 
 
-def _sglang_version() -> str:
+def _sglang_version(environment: Mapping[str, str]) -> str:
     code = "import importlib.metadata as m; print(m.version('sglang'))"
-    return subprocess.run([PYTHON, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    done = subprocess.run([PYTHON, "-c", code], check=True, capture_output=True, text=True, env=dict(environment))
+    return done.stdout.strip()
 
 
 def _wait_ready(server: Server, process: subprocess.Popen[bytes]) -> None:
