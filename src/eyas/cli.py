@@ -85,10 +85,10 @@ def prepare(
         too_long=cfg.too_long,
         trust_remote_code=cfg.trust_remote_code,
         show=show,
-        console=err,
-        show_console=out,
+        console=out,
     )
-    _table(report.lines())
+    for line in report.lines():
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -183,7 +183,21 @@ def verify(
 @_reporting
 def store_info(store: Annotated[Path, typer.Argument(help="The store.")]) -> None:
     """Say what a store holds and how far it is."""
-    _table(eyas.StoreReader(store).lines())
+    reader = eyas.StoreReader(store)
+    spec, info = reader.spec, reader.info
+    layers = ", ".join(map(str, spec.layers))
+    _table(
+        [
+            (
+                "model",
+                f"{spec.model}, {spec.num_layers} layers, hidden {spec.hidden_size}, vocabulary {spec.vocab_size}",
+            ),
+            ("states", f"layers {layers} and last ({spec.last}), {spec.dtype}; spec {spec.spec_id}"),
+            ("corpus", ", ".join(f"{key} {value}" for key, value in info.corpus.items())),
+            ("shards", f"{reader.shards:,} of {len(info.plan.shards):,} complete"),
+            ("rows", f"{len(reader):,} good, {len(reader.failed):,} failed"),
+        ]
+    )
 
 
 @store_app.command("move")

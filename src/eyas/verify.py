@@ -27,7 +27,7 @@ from eyas.extract.hf import hidden_states, load_model
 from eyas.extract.target import Target
 from eyas.positions import kept_positions
 from eyas.store.check import Problem, verify_store
-from eyas.store.format import RowContents
+from eyas.store.format import Contents, RowContents
 from eyas.store.plan import Shard
 from eyas.store.reader import StoreReader, StoreRow
 
@@ -128,20 +128,7 @@ def verify(
     console = console or Console(stderr=True)
     cfg = cfg or ExtractConfig()
     reader = StoreReader(store)
-    contents = None
-    if corpus is not None:
-        opened = Corpus.open(corpus)
-        made_from = reader.info.corpus["digest"]
-        if opened.digest != made_from:
-            raise ConfigError(
-                "the store was made from another corpus", corpus, f"digest {opened.digest}, not {made_from}"
-            )
-
-        def contents(shard: Shard) -> Iterator[RowContents]:
-            for row in opened.rows(shard.start, shard.stop):
-                yield RowContents(row.tokens, row.loss_mask, kept_positions(row.loss_mask, reader.spec.last))
-
-    checked = verify_store(store, contents)
+    checked = verify_store(store, _contents(reader, corpus) if corpus else None)
     report = VerifyReport(store, checked.rows, checked.failed, checked.problems)
     if corpus is None:
         report.notes.append("identity: name the --corpus")
@@ -150,6 +137,19 @@ def verify(
     else:
         report.notes.append("values: name the model with --against")
     return report
+
+
+def _contents(reader: StoreReader, path: Path) -> Contents:
+    """What the corpus says the rows are; refused when the store was made from another."""
+    corpus, made_from = Corpus.open(path), reader.info.corpus["digest"]
+    if corpus.digest != made_from:
+        raise ConfigError("the store was made from another corpus", path, f"digest {corpus.digest}, not {made_from}")
+
+    def contents(shard: Shard) -> Iterator[RowContents]:
+        for row in corpus.rows(shard.start, shard.stop):
+            yield RowContents(row.tokens, row.loss_mask, kept_positions(row.loss_mask, reader.spec.last))
+
+    return contents
 
 
 def compare_with_model(

@@ -76,16 +76,8 @@ def test_plain_lines_when_not_a_terminal() -> None:
             view.update(rows_done=step // 3, tokens_done=step * 40, failed=1, spool_bytes=1 << 20)
     lines = text.getvalue().splitlines()
     assert len(lines) == 2  # every ten seconds
-    assert lines[0].split("left")[0].split() == [
-        "40.0%",
-        "rows",
-        "3/10",
-        "tokens",
-        "400/1,000",
-        "speed",
-        "40",
-        "tokens/s",
-    ]
+    words = lines[0].split("left")[0].split()
+    assert words == ["40.0%", "rows", "3/10", "tokens", "400/1,000", "speed", "40", "tokens/s"]
     assert re.search(r"left 15s \(\d+s to \d+s\)  failed 1  spool 1.0 MiB$", lines[0])
 
 

@@ -95,6 +95,7 @@ def prepare(
     *,
     max_tokens: int | None = None,
     too_long: str = "cut",
+    trust_remote_code: bool = False,
     show: int = 0,
     console: Console | None = None,
     template: Template | None = None,
@@ -106,6 +107,7 @@ def prepare(
         model: the target, a folder or a Hugging Face id.
         out: Parquet file to write.
         max_tokens: rows longer than this are cut there or dropped, as `too_long` says (`cut` or `drop`).
+        trust_remote_code: whether the tokenizer's own code may run.
         show: so many of the first rows kept are printed, trained tokens marked.
         console: where progress, samples and the report go; standard error when not given.
         template: the target's, when it is loaded already.
@@ -119,7 +121,7 @@ def prepare(
     if max_tokens is not None and max_tokens < 2:
         raise ConfigError("max_tokens must be at least 2", max_tokens)
     console = console or Console(stderr=True)
-    template = template or Template.load(model)
+    template = template or Template.load(model, trust_remote_code=trust_remote_code)
     meta = CorpusMeta(model, template.tokenizer_hash, template.template_hash, template.vocab_size)
     report, began = PrepareReport(), time.monotonic()
     with CorpusWriter(out, meta) as writer, _Ticker(console, report) as ticker:

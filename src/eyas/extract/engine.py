@@ -1,11 +1,11 @@
 """The seam: one method turns a row of token ids into its hidden states, or says by name why not.
 
-    engine = HFEngine(...) | SGLangEngine(...) | FakeEngine(...)
-    info = await engine.start()                 # raises EngineError; proves spec and plugin
-    match await engine.capture(request):
-        case Captured() as states: ...          # then states.release()
-        case Failed(reason): ...
-    await engine.close()
+engine = HFEngine(...) | SGLangEngine(...) | FakeEngine(...)
+info = await engine.start()                 # raises EngineError; proves spec and plugin
+match await engine.capture(request):
+    case Captured() as states: ...          # then states.release()
+    case Failed(reason): ...
+await engine.close()
 """
 
 from __future__ import annotations

@@ -114,18 +114,7 @@ class HFEngine:
     def _load(self) -> PreTrainedModel:
         if self._model is not None:
             return self._model.to(self._device).eval()  # pyright: ignore[reportArgumentType]
-        options: dict[str, Any] = {
-            "dtype": "auto" if self._dtype == "auto" else _DTYPES[self._dtype],
-            "trust_remote_code": self._target.trust_remote_code,
-        }
-        try:
-            try:
-                model = AutoModelForCausalLM.from_pretrained(self._target.dir, **options)
-            except ValueError:  # a wrapper that is registered as a multimodal model only
-                model = AutoModelForImageTextToText.from_pretrained(self._target.dir, **options)
-            return model.to(self._device).eval()  # pyright: ignore[reportArgumentType]
-        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-            raise EngineError("cannot load the target", self._target.model, _first_line(error)) from error
+        return load_model(self._target, self._device, self._dtype)
 
     def _refusal(self, request: CaptureRequest, model: PreTrainedModel) -> Failed | None:
         if not request.tokens:
@@ -167,6 +156,32 @@ class HFEngine:
                 return [Failed("out-of-memory", _first_line(error), Retry.NEVER)]
         torch.cuda.empty_cache()
         return [result for request in requests for result in self._forward([request])]
+
+
+def load_model(target: Target, device: str | torch.device = "auto", dtype: str = "auto") -> PreTrainedModel:
+    """The target as transformers loads it, in evaluation mode.
+
+    Args:
+        target: the checkpoint.
+        device: torch device; `auto` is CUDA where there is one.
+        dtype: bf16, f16, f32, or `auto`, the checkpoint's own.
+
+    Raises:
+        EngineError: transformers cannot load it.
+    """
+    options: dict[str, Any] = {
+        "dtype": "auto" if dtype == "auto" else _DTYPES[dtype],
+        "trust_remote_code": target.trust_remote_code,
+    }
+    try:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(target.dir, **options)
+        except ValueError:  # a wrapper that is registered as a multimodal model only
+            model = AutoModelForImageTextToText.from_pretrained(target.dir, **options)
+        model.to(device if isinstance(device, torch.device) else _device(device))  # pyright: ignore[reportArgumentType]
+        return model.eval()
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        raise EngineError("cannot load the target", target.model, _first_line(error)) from error
 
 
 def take_batch(lengths: Sequence[int], batch_tokens: int) -> list[int]:

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -435,7 +435,7 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _forwarded_signals(processes: list[BaseProcess], on_stop: Callable[[], None]) -> Iterator[None]:
+def _forwarded_signals(processes: Sequence[BaseProcess], on_stop: Callable[[], None]) -> Iterator[None]:
     """SIGINT and SIGTERM of this process become SIGTERM of each worker."""
 
     def forward(*_: object) -> None:

@@ -260,7 +260,7 @@ class Worker:
 
 def _bytes_of(states: torch.Tensor) -> memoryview:
     """A tensor's bytes, without a copy where it is contiguous."""
-    return memoryview(states.contiguous().flatten().view(torch.uint8).numpy())
+    return states.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _finite(states: torch.Tensor) -> bool:

@@ -153,6 +153,11 @@ class StoreReader:
         self.edges = np.cumsum([0, *(sidecar.ok_rows for _, sidecar in self._shards)])
         self._good_rows: dict[int, np.ndarray] = {}
 
+    @property
+    def shards(self) -> int:
+        """How many shards are complete."""
+        return len(self._shards)
+
     def __len__(self) -> int:
         return int(self.edges[-1])
 
