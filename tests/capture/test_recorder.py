@@ -225,6 +225,5 @@ def test_a_folder_that_vanishes_after_acceptance_does_not_stop_the_writers(make:
 
 def test_giving_up_frees_and_names(make: Callable[..., Recorder]) -> None:
     recorder = make()
-    chunk = Chunk(rid(0), 0, 6, [1, 2, 3], {}, Request())
-    reply = recorder.refuse(chunk, Refused(Refusal.PLUGIN_ERROR, "boom"))
+    reply = recorder.refuse(rid(0), [1, 2, 3], Refused(Refusal.PLUGIN_ERROR, "boom"))
     assert (reply.status, reply.reason, reply.detail, reply.rows) == ("refused", "plugin-error", "boom", 3)

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -119,20 +119,18 @@ class Recorder:
         step = self._assembler.add(chunk, self._clock())
         refused = step if isinstance(step, Refused) else self._take(step, chunk, aux, last, ids)
         if refused is not None:
-            return self.refuse(chunk, refused)
+            return self.refuse(chunk.rid, chunk.prompt, refused)
         assert isinstance(step, Record)
         if not step.complete:
             return None
         self._lane_of(step).jobs.put(_Finish(step))
         return CaptureReply("accepted", self.spec_id, token_hash(chunk.prompt), step.tokens)
 
-    def refuse(self, chunk: Chunk, refused: Refused) -> CaptureReply:
+    def refuse(self, rid: str, prompt: Sequence[int], refused: Refused) -> CaptureReply:
         """Give up a request's record by name."""
-        self._assembler.drop(chunk.rid)
-        self.spool.release(chunk.rid)
-        rows = len(chunk.prompt)
-        tokens = token_hash(chunk.prompt)
-        return CaptureReply("refused", self.spec_id, tokens, rows, str(refused.reason), refused.detail)
+        self._assembler.drop(rid)
+        self.spool.release(rid)
+        return refusal(self.spec_id, prompt, refused)
 
     def sweep(self) -> None:
         """Release what aborted requests left behind. Cheap when nothing is in assembly."""
@@ -219,6 +217,11 @@ class Recorder:
         if refused is not None:
             self.spool.fail(record.rid, refused.reason, refused.detail)
         record.parts.clear()
+
+
+def refusal(spec_id: str, prompt: Sequence[int], refused: Refused) -> CaptureReply:
+    """The reply that says no; `spec_id` is empty where no spec was agreed."""
+    return CaptureReply("refused", spec_id, token_hash(prompt), len(prompt), str(refused.reason), refused.detail)
 
 
 def write_record(record: Record, spec: CaptureSpec, spool: Spool) -> Refused | None:

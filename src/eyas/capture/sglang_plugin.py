@@ -20,8 +20,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable
-from importlib.metadata import version
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 import torch
@@ -42,10 +44,9 @@ from eyas.capture.contract import (
     is_own_rid,
     model_fingerprint,
     norm_key,
-    token_hash,
 )
 from eyas.capture.hostcopy import host_bytes
-from eyas.capture.recorder import Recorder
+from eyas.capture.recorder import Recorder, refusal
 from eyas.capture.spool import Spool
 
 logger = logging.getLogger(__name__)
@@ -121,49 +122,31 @@ class Plugin:
     # --- capture ------------------------------------------------------------------------------------------------------
 
     def _capture(self, result: Any, batch: Any) -> None:
-        output = result.logits_output
-        aux = getattr(output, "hidden_states", None)
-        last = getattr(output, "last_hidden_states", None)
-        if getattr(output, "hidden_states_token_indices", None) is not None:
-            aux = None  # rows of a subset of the tokens only
-        decoding = {id(request) for request in batch.decoding_reqs or ()}
-        start = 0
-        for request, rows, prefix in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
-            stop = start + rows
-            if is_own_rid(request.rid) and id(request) not in decoding and not has_reply(request):
-                self._capture_request(request, prefix, [_rows(t, start, stop) for t in (aux, last, batch.input_ids)])
-            start = stop
-
-    def _capture_request(self, request: Any, prefix: int, rows: list[torch.Tensor | None]) -> None:
-        aux, last, ids = rows
-        prompt = request.origin_input_ids
-        length = 0 if ids is None else len(ids)
-        chunk = Chunk(
-            rid=request.rid,
-            start=prefix,
-            stop=prefix + length,
-            prompt=prompt,
-            params=request.sampling_params.custom_params or {},
-            owner=request,
-            retractions=request.retraction_count,
-        )
         try:
-            if self.recorder is None:
-                reply = refusal(prompt, "", Refused(Refusal.PLUGIN_ERROR, self.failure))
-            else:
-                reply = self.recorder.capture(chunk, aux, last, ids)
+            for share in own_shares(result, batch):
+                self._answer(share.request, share.capture)
         except Exception as error:  # noqa: BLE001 - never raise into the server
-            self._log_once("capture", error)
-            reply = self._give_up(chunk, error)
-        if reply is not None:
-            # On the request, not on the batch's output: other users' requests must not even get an empty entry.
-            request.customized_info = {**(request.customized_info or {}), REPLY_KEY: [reply.to_dict()]}
+            self._log_once("batch", error)
+            for request in batch.reqs:
+                if is_own_rid(request.rid) and not has_reply(request):
+                    self._answer(request, partial(_give_up, request, _plugin_error(error)))
 
-    def _give_up(self, chunk: Chunk, error: Exception) -> CaptureReply:
-        refused = Refused(Refusal.PLUGIN_ERROR, f"{type(error).__name__}: {error}"[:200])
+    def _answer(self, request: Any, capture: Callable[[Recorder], CaptureReply | None]) -> None:
+        """Put the reply, if there is one yet, on the request.
+
+        On the request, not on the batch's output: other users' requests must not even get an empty entry.
+        """
         if self.recorder is None:
-            return refusal(chunk.prompt, "", refused)
-        return self.recorder.refuse(chunk, refused)
+            refused = Refused(Refusal.PLUGIN_ERROR, self.failure)
+            reply = refusal("", request.origin_input_ids, refused)
+        else:
+            try:
+                reply = capture(self.recorder)
+            except Exception as error:  # noqa: BLE001 - never raise into the server
+                self._log_once("capture", error)
+                reply = _give_up(request, _plugin_error(error), self.recorder)
+        if reply is not None:
+            request.customized_info = {**(request.customized_info or {}), REPLY_KEY: [reply.to_dict()]}
 
     # --- start --------------------------------------------------------------------------------------------------------
 
@@ -193,6 +176,56 @@ class Plugin:
         if key not in self._logged:
             self._logged.add(key)
             logger.error("eyas: %s: %s (logged once)", kind, error, exc_info=error)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """An own request's part of one forward: positions [start, stop), and its rows of aux, last and token ids."""
+
+    request: Any
+    start: int
+    stop: int
+    rows: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+    def capture(self, recorder: Recorder) -> CaptureReply | None:
+        """Hand it to the recorder."""
+        request = self.request
+        chunk = Chunk(
+            rid=request.rid,
+            start=self.start,
+            stop=self.stop,
+            prompt=request.origin_input_ids,
+            params=request.sampling_params.custom_params or {},
+            owner=request,
+            retractions=request.retraction_count,
+        )
+        return recorder.capture(chunk, *self.rows)
+
+
+def own_shares(result: Any, batch: Any) -> Iterator[Share]:
+    """The own requests of a prefill batch that are still without a reply. Rows may end in padding."""
+    output = result.logits_output
+    aux = getattr(output, "hidden_states", None)
+    last = getattr(output, "last_hidden_states", None)
+    if getattr(output, "hidden_states_token_indices", None) is not None:
+        aux = None  # rows of a subset of the tokens only
+    decoding = {id(request) for request in batch.decoding_reqs or ()}
+    row = 0
+    for request, length, prefix in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
+        if is_own_rid(request.rid) and id(request) not in decoding and not has_reply(request):
+            aux_rows, last_rows, ids = (
+                None if t is None else t[row : row + length] for t in (aux, last, batch.input_ids)
+            )
+            yield Share(request, prefix, prefix + length, (aux_rows, last_rows, ids))
+        row += length
+
+
+def _plugin_error(error: Exception) -> Refused:
+    return Refused(Refusal.PLUGIN_ERROR, f"{type(error).__name__}: {error}"[:200])
+
+
+def _give_up(request: Any, refused: Refused, recorder: Recorder) -> CaptureReply:
+    return recorder.refuse(request.rid, request.origin_input_ids, refused)
 
 
 # --- hooks without state ----------------------------------------------------------------------------------------------
@@ -276,15 +309,6 @@ def _set_layers(model: Any, layers: Iterable[int]) -> None:
     raise ValueError(f"{type(model).__name__} cannot keep hidden states of its layers")
 
 
-def refusal(prompt: Any, spec_id: str, refused: Refused) -> CaptureReply:
-    """A refusal by a plugin that has no recorder."""
-    return CaptureReply("refused", spec_id, token_hash(prompt), len(prompt), str(refused.reason), refused.detail)
-
-
-def _rows(tensor: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
-    return None if tensor is None else tensor[start:stop]
-
-
 def _data_parallel_ranks(worker: Any) -> int:
     ranks = getattr(get_parallel(), "num_dp_ranks", None)
     return max(int(ranks or getattr(worker.server_args, "dp_size", 1) or 1), 1)
@@ -293,8 +317,8 @@ def _data_parallel_ranks(worker: Any) -> int:
 def _provenance(worker: Any) -> dict[str, str]:
     return {
         "engine": "sglang",
-        "sglang": version("sglang"),
-        "eyas": version("eyas"),
+        "sglang": _version("sglang"),
+        "eyas": _version("eyas"),
         "torch": torch.__version__,
         "host": socket.gethostname(),
         "dtype": str(worker.model_config.dtype).removeprefix("torch."),
@@ -302,3 +326,10 @@ def _provenance(worker: Any) -> dict[str, str]:
         "dp_size": str(_data_parallel_ranks(worker)),
         "capture": "server flags" if SERVER_KEEPS_LAST else "hooks",
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"
