@@ -63,6 +63,7 @@ stand_in(
         "language",
         "language.core",
         "language.extra",
+        "language.math",
         "compiler",
         "compiler.compiler",
         "runtime",
