@@ -43,6 +43,7 @@ def test_rows_are_the_good_ones_in_order(store):
     reader = StoreReader(store.root)
     assert len(reader) == len(GOOD)
     assert reader.failed == sorted(FAILED)
+    assert reader.shards == len(store.plan.shards)
     assert reader.spec == SPEC
     assert [row.row for row in reader] == GOOD
     for row in reader:

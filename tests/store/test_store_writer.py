@@ -101,6 +101,25 @@ def test_a_folder_with_other_things_is_not_made_a_store(tmp_path):
     assert list(snapshot(tmp_path)) == ["thesis.tex"]
 
 
+def test_a_run_log_may_be_there_first(tmp_path):
+    (tmp_path / "events").mkdir()
+    write_all(open_store(tmp_path))
+    assert verify_store(tmp_path, contents).ok
+
+
+def test_a_dry_opening_changes_nothing_and_refuses_the_same(tmp_path):
+    plan = open_store(tmp_path / "new", dry=True).plan
+    assert not (tmp_path / "new").exists()
+    writer = write_store(tmp_path / "old", 6)
+    writer.paths(first(writer)).journal.touch()
+    before = snapshot(tmp_path / "old")
+    assert open_store(tmp_path / "old", 6, dry=True).plan == writer.plan
+    assert snapshot(tmp_path / "old") == before
+    with pytest.raises(StoreError, match="made for something else"):
+        open_store(tmp_path / "old", dry=True)
+    assert open_store(tmp_path / "new").plan == plan
+
+
 def test_a_store_of_another_version_and_no_store(tmp_path):
     open_store(tmp_path)
     text = (tmp_path / "store.json").read_text()

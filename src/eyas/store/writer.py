@@ -36,6 +36,7 @@ from eyas.store.files import (
     write_new,
 )
 from eyas.store.format import (
+    EVENTS_DIR,
     STORE_FILE,
     Contents,
     RowStatus,
@@ -110,7 +111,8 @@ class StoreWriter:
                 folder.mkdir(parents=True, exist_ok=True)
             path = folder / STORE_FILE
             if not path.exists():
-                strangers = sorted(p.name for p in folder.glob("*") if not p.name.startswith(STORE_FILE))
+                own = (STORE_FILE, EVENTS_DIR)
+                strangers = sorted(p.name for p in folder.glob("*") if not p.name.startswith(own))
                 if strangers:
                     raise StoreError("folder is not empty and not a store", folder, f"it holds {strangers[0]}")
                 if dry:
