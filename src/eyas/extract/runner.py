@@ -149,7 +149,9 @@ def extract(
     planned.check(store)
     summary = Summary(len(opened), planned.tokens, planned)
     log = EventLog(_log_path(store, job.session))
-    log.emit("start", engine=job.engine, workers=workers, rows=summary.rows, tokens=summary.tokens, **info.provenance)
+    log.emit(
+        "start", workers=workers, rows=summary.rows, tokens=summary.tokens, **{"engine": job.engine, **info.provenance}
+    )
     for sidecar in complete_shards(writer):
         summary.add(_earlier(sidecar, opened))
     view = RunView(console, _snapshot(summary, info))

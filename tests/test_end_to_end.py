@@ -1,0 +1,174 @@
+"""The main job against the real SGLang server on CPU: three targets, chunked prefill, 16 in flight, cache off and on.
+
+Every stored row must equal transformers' recomputation, and every control (neighbouring layers, the pre-norm state,
+rows shifted by one) must not. See docs/verification.md for the tolerances.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from servers import Server, sglang_server
+from sglang_cpu.models import tiny_deepseek_v3, tiny_llama
+
+from eyas.config import Config, load
+from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
+from eyas.errors import EngineError
+from eyas.extract.runner import extract
+from eyas.extract.target import Target
+from eyas.store.reader import StoreReader
+from eyas.verify import verify
+
+pytestmark = pytest.mark.sglang
+
+CHUNK = 64
+LENGTHS = [1, 2, 3, 7, 63, 64, 65, 127, 128, 129, 200, 200, 200, 200, 200, 301, 301, 301, 450, 599, 600, 600]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One server: a target, a dtype, and whether its radix cache is on."""
+
+    model: str
+    dtype: str
+    radix: bool
+    last: str
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.dtype}-radix-{'on' if self.radix else 'off'}-last-{self.last}"
+
+    @property
+    def stored(self) -> str:
+        return {"float32": "f32", "bfloat16": "bf16"}[self.dtype]
+
+
+CASES = [
+    Case("smollm2", "float32", radix=False, last="all"),
+    Case("smollm2", "bfloat16", radix=True, last="loss"),
+    Case("llama", "float32", radix=True, last="loss"),
+    Case("llama", "bfloat16", radix=False, last="all"),
+    Case("deepseek_v3", "float32", radix=False, last="loss"),
+    Case("deepseek_v3", "bfloat16", radix=True, last="all"),
+]
+
+
+@dataclass(frozen=True)
+class Running:
+    case: Case
+    server: Server
+    model: Path
+    cfg: Config
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def running(
+    request: pytest.FixtureRequest, smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    case: Case = request.param
+    folder = tmp_path_factory.mktemp(str(case))
+    match case.model:
+        case "llama":
+            model = tiny_llama(folder / "model")
+        case "deepseek_v3":
+            model = tiny_deepseek_v3(folder / "model")
+        case _:
+            model = smollm2_dir
+    flags = ["--chunked-prefill-size", str(CHUNK), "--context-length", "2048"]
+    flags += [] if case.radix else ["--disable-radix-cache"]
+    with sglang_server(model, folder, dtype=case.dtype, last=case.last, flags=flags) as server:
+        cfg = load(
+            overrides=[
+                f"server.spool={server.spool}",
+                f"capture.dtype={case.stored}",
+                f"capture.last={case.last}",
+                "extract.window_requests=16",
+                "store.shard_bytes=4MB",
+                "store.reserve_bytes=0",
+            ]
+        )
+        yield Running(case, server, model, cfg)
+
+
+def make_corpus(path: Path, vocab_size: int, seed: int) -> Path:
+    """Prompts of 1 to 600 tokens: many of equal length, half with a shared prefix of 40, some exact duplicates."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(10, vocab_size, 40)
+    meta = CorpusMeta(model="named-by-the-test", tokenizer_hash="0" * 32, template_hash="0" * 32, vocab_size=vocab_size)
+    with CorpusWriter(path, meta) as writer:
+        previous = shared
+        for index, length in enumerate(LENGTHS):
+            tokens = rng.integers(10, vocab_size, length)
+            if index % 2:
+                tokens[: min(40, length)] = shared[: min(40, length)]
+            for copy in range(2 if index % 5 == 0 else 1):
+                mask = np.zeros(length, np.uint8)
+                mask[length // 3 : length - 1] = 1
+                writer.add(f"{index}.{copy}", tokens, mask)
+        writer.add("prefix-of-the-one-before", tokens[:300], np.ones(300, np.uint8))
+        writer.add("shared-alone", previous, np.ones(40, np.uint8))
+    return path
+
+
+def test_every_row_is_right_and_every_control_wrong(running: Running, tmp_path: Path) -> None:
+    vocab_size = Target.load(str(running.model)).vocab_size
+    corpus = make_corpus(tmp_path / "corpus.parquet", vocab_size, seed=3)
+    rows = len(Corpus.open(corpus))
+    console = Console(file=io.StringIO())
+    summary = extract(
+        corpus, tmp_path / "store", cfg=running.cfg, model=str(running.model), server=running.server.url, console=console
+    )
+    assert (summary.rows_done, summary.failed) == (rows, 0), summary.first_failures
+    report = verify(tmp_path / "store", corpus=corpus, against=str(running.model), sample=0, console=console)
+    for name, text in report.lines():
+        print(f"{running.case}  {name}  {text}")
+    assert report.problems == ()
+    assert report.comparison is not None
+    assert report.comparison.rows == rows
+    assert report.comparison.mismatches == []
+    controls = set(report.comparison.nearest)
+    for layer in StoreReader(tmp_path / "store").spec.layers:
+        assert {f"{layer - 1} as {layer}", f"{layer + 1} as {layer}", f"shifted by one as {layer}"} <= controls
+    assert {"pre-norm as last", "shifted by one as last"} <= controls
+    left = [path.name for path in running.server.spool.iterdir() if path.name != "spec.json"]
+    assert left == []
+
+
+def test_a_second_run_on_the_same_server_resumes(running: Running, tmp_path: Path) -> None:
+    if running.case is not CASES[2]:
+        pytest.skip("one server is enough")
+    vocab_size = Target.load(str(running.model)).vocab_size
+    corpus = make_corpus(tmp_path / "corpus.parquet", vocab_size, seed=4)
+    args = {"cfg": running.cfg, "model": str(running.model), "server": running.server.url}
+    first = extract(corpus, tmp_path / "one", workers=2, console=Console(file=io.StringIO()), **args)
+    again = extract(corpus, tmp_path / "one", console=Console(file=io.StringIO()), **args)
+    assert (first.rows_done, again.rows_now, again.rows_done) == (first.rows, 0, first.rows)
+
+
+def test_a_server_of_another_model_is_refused_by_name(running: Running, tmp_path: Path) -> None:
+    if running.case is not CASES[2]:
+        pytest.skip("one server is enough")
+    other = tiny_deepseek_v3(tmp_path / "other")
+    corpus = make_corpus(tmp_path / "corpus.parquet", Target.load(str(other)).vocab_size, seed=5)
+    with pytest.raises(EngineError, match="another model"):
+        extract(corpus, tmp_path / "store", cfg=running.cfg, model=str(other), server=running.server.url)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_server_without_the_plugin_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model")
+    corpus = make_corpus(tmp_path / "corpus.parquet", Target.load(str(model)).vocab_size, seed=6)
+    with sglang_server(model, tmp_path, env={"EYAS_CAPTURE": ""}) as server:
+        cfg = load(overrides=[f"server.spool={server.spool}", "capture.dtype=f32"])
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="plugin") as caught:
+            extract(corpus, tmp_path / "store", cfg=cfg, model=str(model), server=server.url)
+        assert caught.value.exit_code == 3
+        assert time.monotonic() - began < 60
+    assert not (tmp_path / "store").exists()
