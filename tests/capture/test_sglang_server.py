@@ -47,7 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One rank, radix cache on, chunks of 64 tokens, room for everything."""
-    with sglang_server(model, tmp_path_factory.mktemp("plain"), flags=["--chunked-prefill-size", "64"]) as running:
+    flags = ["--chunked-prefill-size", "64", "--context-length", "1024"]
+    with sglang_server(model, tmp_path_factory.mktemp("plain"), flags=flags) as running:
         yield running
 
 
@@ -145,6 +146,7 @@ def test_hello_states_the_agreement_and_what_the_server_admits(server: Server) -
     assert agreed.provenance["layers_checked"] == "yes"
     assert agreed.provenance["capture"] == "server flags"
     longest = agreed.max_row_tokens
+    assert longest == 1024 - 7
     rid = new_rid()
     assert capture(server, some_tokens(1, longest), [], rid)["eyas"][0]["status"] == "accepted"
     wait_for(server, rid).unlink()
