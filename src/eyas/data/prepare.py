@@ -176,7 +176,9 @@ def render_sample(template: Template, kept: Kept, *, colour: bool) -> Text:
     """A row's text as the target sees it: trained tokens in colour, or between ⟦ and ⟧ where there is none."""
     source, row = kept.source, kept.row
     trained = sum(row.loss_mask)
-    text = Text(f"── {source.id}  {len(row.tokens)} tokens, {trained} trained  ({source.file}:{source.line})\n", "dim")
+    text = Text()
+    place = f"{source.file}:{source.line}"
+    text.append(f"── {source.id}  {len(row.tokens)} tokens, {trained} trained  ({place})\n", "dim")
     for mask, run in groupby(zip(row.loss_mask, row.tokens, strict=True), key=lambda pair: pair[0]):
         part = _visible(template.decode([token for _, token in run]))
         if not mask:
