@@ -223,12 +223,23 @@ def test_unknown_device_or_dtype_names_the_setting(options: dict[str, str], tmp_
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(0, 200))
-def test_batches_fit_keep_order_and_waste_nothing(lengths: list[int], batch_tokens: int) -> None:
+def test_batches_fit_keep_order_and_waste_little(lengths: list[int], batch_tokens: int) -> None:
     chosen = take_batch(lengths, batch_tokens)
     assert chosen[0] == 0
     assert chosen == sorted(set(chosen))
     longest = max(lengths[i] for i in chosen)
+    padding = sum(longest - lengths[i] for i in chosen)
     assert len(chosen) == 1 or longest * len(chosen) <= batch_tokens
+    assert padding * 16 <= batch_tokens * (len(chosen) - 1)
     same = [i for i in range(len(lengths)) if lengths[i] == lengths[0]]
     if len(same) * lengths[0] <= batch_tokens:
         assert set(same) <= set(chosen)
+
+
+def test_every_waiting_row_is_taken_in_the_end() -> None:
+    lengths, sizes = [700, 30, 31, 5, 300, 29, 30, 640, 30], []
+    while lengths:
+        chosen = take_batch(lengths, 2048)
+        sizes.append([lengths[i] for i in chosen])
+        lengths = [length for i, length in enumerate(lengths) if i not in chosen]
+    assert sizes == [[700, 640], [30, 31, 5, 29, 30, 30], [300]]

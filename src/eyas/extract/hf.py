@@ -24,6 +24,8 @@ from eyas.extract.target import Target, norm_bytes
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _LAYER_LISTS: Final = ("layers", "h", "blocks")
+_BATCH_TOKENS: Final = {True: 1024, False: 16384}  # on a CPU: yes, no
+_PADDING_SHARE: Final = 16  # a row joins a batch for at most 1/16 of the batch in padding
 EMBEDDINGS: Final = -1  # the "layer" whose output is the input of layer 0
 
 
@@ -38,8 +40,8 @@ class HFEngine:
         spec: what to capture.
         device: torch device; `auto` is CUDA where there is one.
         dtype: what the model runs in: bf16, f16, f32, or `auto`, the checkpoint's own.
-        batch_tokens: most tokens of one forward, padding included; a longer row goes alone. None: 16384 on an
-            accelerator, 0 (one row at a time) on a CPU, where batching does not pay.
+        batch_tokens: most tokens of one forward, padding included; a longer row goes alone, and 0 sends every row
+            alone. None: 1024 on a CPU, 16384 on an accelerator.
         model: an already loaded model to use instead of the checkpoint's weights.
     """
 
@@ -58,7 +60,7 @@ class HFEngine:
         self._target, self._spec = target, spec
         self._device = _device(device)
         self._dtype = dtype
-        self._batch_tokens = batch_tokens if batch_tokens is not None else (0 if self._device.type == "cpu" else 16384)
+        self._batch_tokens = batch_tokens if batch_tokens is not None else _BATCH_TOKENS[self._device.type == "cpu"]
         self._model = model
         self._decoder: _Decoder | None = None
         self._waiting: list[tuple[CaptureRequest, asyncio.Future[Captured | Failed]]] = []
@@ -185,7 +187,10 @@ def load_model(target: Target, device: str | torch.device = "auto", dtype: str =
 
 
 def take_batch(lengths: Sequence[int], batch_tokens: int) -> list[int]:
-    """Which waiting rows run together: the oldest, and those nearest to it in length while the padded batch fits.
+    """Which waiting rows run together: the oldest, and those near it in length while the padded batch fits.
+
+    A forward costs as much as some hundred tokens before it computes any, so a row may add up to 1/16 of `batch_tokens`
+    of padding rather than wait for a forward of its own.
 
     Args:
         lengths: tokens of the waiting rows, oldest first; not empty.
@@ -196,10 +201,12 @@ def take_batch(lengths: Sequence[int], batch_tokens: int) -> list[int]:
     """
     chosen, longest = [0], lengths[0]
     for index in sorted(range(1, len(lengths)), key=lambda i: (abs(lengths[i] - lengths[0]), i)):
-        longest = max(longest, lengths[index])
-        if longest * (len(chosen) + 1) > batch_tokens:
-            break
-        chosen.append(index)
+        length = max(longest, lengths[index])
+        padded = length * (len(chosen) + 1)
+        padding = padded - longest * len(chosen) - lengths[index]
+        if padded <= batch_tokens and padding * _PADDING_SHARE <= batch_tokens:
+            chosen.append(index)
+            longest = length
     return sorted(chosen)
 
 
