@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+# GNU OpenMP's threads spin while they wait for each other: with other processes on the same cores, a forward of a small
+# model takes twenty times as long. Read when torch is first imported, by servers started from tests too.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 REPO = Path(__file__).parents[1]
 
 
