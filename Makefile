@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 export EYAS_CACHE ?= $(CURDIR)/.cache
 export TOKENIZERS_PARALLELISM := false
+export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: help demo test test-fast check docs bench clean
 

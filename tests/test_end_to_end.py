@@ -122,7 +122,12 @@ def test_every_row_is_right_and_every_control_wrong(running: Running, tmp_path: 
     rows = len(Corpus.open(corpus))
     console = Console(file=io.StringIO())
     summary = extract(
-        corpus, tmp_path / "store", cfg=running.cfg, model=str(running.model), server=running.server.url, console=console
+        corpus,
+        tmp_path / "store",
+        cfg=running.cfg,
+        model=str(running.model),
+        server=running.server.url,
+        console=console,
     )
     assert (summary.rows_done, summary.failed) == (rows, 0), summary.first_failures
     report = verify(tmp_path / "store", corpus=corpus, against=str(running.model), sample=0, console=console)

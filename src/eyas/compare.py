@@ -1,8 +1,10 @@
 """When do two sets of hidden states agree? Pure functions, used by `eyas verify --against` and the tests.
 
-The measure is the relative error of one token: |stored - reference| / |reference| over the hidden dimension, in
-float32. It is per token because a few tokens (the first, mostly) carry activations a thousand times larger than the
-rest; over a whole row they would hide everything else, wrong layers included.
+The error of one token is |stored - reference| / |reference| over the hidden dimension, in float32. It is per token,
+and taken twice: over all dimensions, and over the ordinary ones, those within ten times the median magnitude. A few
+tokens (the first, mostly) carry a few activations a thousand times larger than the rest ("massive activations", Sun et
+al. 2024, arXiv 2402.17762); they hardly change from layer to layer, and would hide everything else, wrong layers
+included. The larger of the two counts.
 """
 
 from __future__ import annotations
@@ -14,41 +16,56 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Bounds on the relative error of a token: of the median token, and of the worst one.
+    """Bounds on the error of the tokens of a row.
 
-    float32 against float32 differs by the order of summation only. bf16 keeps 8 bits: one rounding is 2^-9 = 0.002,
-    and the layers' own roundings add up to about a hundredth in the residual stream; single tokens stray further
-    where a router or a softmax sits near a tie. docs/verification.md has the measured values.
+    float32 against float32 differs by the order of summation only. bf16 keeps 8 bits: one rounding is up to 2^-8, and
+    the layers' own roundings add up to a few hundredths; a single token may stray far, where an attention sink, a
+    router or a softmax sits near a tie. docs/verification.md has the measured values.
+
+    Attributes:
+        median: of the row's tokens.
+        worst: of any token, but for `strays`, the share of tokens (rounded down) that may lie beyond.
     """
 
     median: float
     worst: float
+    strays: float = 0.0
 
 
 TOLERANCE = {
-    "f32": Tolerance(median=1e-3, worst=1e-3),
-    "f16": Tolerance(median=1e-2, worst=0.1),
-    "bf16": Tolerance(median=3e-2, worst=0.3),
+    "f32": Tolerance(median=1e-4, worst=1e-3),
+    "f16": Tolerance(median=1e-2, worst=0.1, strays=0.02),
+    "bf16": Tolerance(median=6e-2, worst=0.3, strays=0.02),
 }
 #: A control (a state that must not match) has to be this many times further away than the right one.
 SEPARATION = 3.0
+#: Dimensions up to this many times a token's median magnitude are ordinary.
+ORDINARY = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Relative error over the tokens of one row: the median, and the worst; `cosine` is the lowest of any token."""
+    """Error over the tokens of one row: the median, the worst, and the worst but for the strays a tolerance allows.
+
+    `cosine` is the lowest of any token.
+    """
 
     median: float
     worst: float
+    bounded: float
     cosine: float
 
     def within(self, tolerance: Tolerance) -> bool:
         """NaN is never within."""
-        return self.median <= tolerance.median and self.worst <= tolerance.worst
+        return self.median <= tolerance.median and self.bounded <= tolerance.worst
 
 
-def distance(stored: torch.Tensor, reference: torch.Tensor) -> Distance:
+def distance(stored: torch.Tensor, reference: torch.Tensor, strays: float = 0.0) -> Distance:
     """Distance of two [T, H] tensors of any float dtype. An empty pair is at distance 0.
+
+    Args:
+        stored, reference: the two.
+        strays: share of tokens that `bounded` leaves out.
 
     Raises:
         ValueError: the shapes differ.
@@ -56,11 +73,27 @@ def distance(stored: torch.Tensor, reference: torch.Tensor) -> Distance:
     if stored.shape != reference.shape:
         raise ValueError(f"shapes differ: {tuple(stored.shape)} and {tuple(reference.shape)}")
     if not stored.numel():
-        return Distance(0.0, 0.0, 1.0)
+        return Distance(0.0, 0.0, 0.0, 1.0)
     mine, theirs = stored.float(), reference.float()
-    error = (mine - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-12)
+    size = theirs.abs()
+    ordinary = size <= ORDINARY * size.median(dim=-1, keepdim=True).values
+    error = torch.maximum(_relative(mine, theirs), _relative(mine * ordinary, theirs * ordinary))
+    ranked = error.sort().values  # NaN sorts last, so it is the worst
+    bounded = ranked[-1 - int(strays * len(ranked))]
     cosine = torch.nn.functional.cosine_similarity(mine, theirs, dim=-1)
-    return Distance(error.median().item(), error.max().item(), cosine.min().item())
+    return Distance(error.median().item(), ranked[-1].item(), bounded.item(), cosine.min().item())
+
+
+def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    return (mine - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-12)
+
+
+def is_informative(control: torch.Tensor, reference: torch.Tensor, tolerance: Tolerance) -> bool:
+    """Whether a control can be told from the right states at all, judged by the two recomputations alone.
+
+    In a row of one token, the massive one, neighbouring layers differ by less than bf16 resolves.
+    """
+    return distance(control, reference).median > SEPARATION * tolerance.median
 
 
 def rejects(control: Distance, right: Distance, tolerance: Tolerance) -> bool:

@@ -1,8 +1,9 @@
-"""The main job on a small real model, CPU only and without a server: first half, from prompts to a corpus.
+"""The main job on a small real model, CPU only and without a server.
 
-    prompts -> answers.jsonl (token ids as the target sampled them) -> corpus.parquet
+    prompts -> answers.jsonl (token ids as the target sampled them) -> corpus.parquet -> store -> summary.json
 
-A second run reuses every answer made by the same model with the same settings; a killed one loses a batch at most.
+A second run reuses every answer made by the same model with the same settings, and every row that is stored; a killed
+one loses a batch of answers at most.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,16 +25,26 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from eyas.capture.contract import token_hash
+from eyas.config import Config, ExtractConfig, StoreConfig
 from eyas.data.prepare import PrepareReport, prepare
 from eyas.data.sources import Chat, Message, Sampled, read_chats
 from eyas.data.template import Template
 from eyas.errors import ConfigError
+from eyas.extract.forecast import last_rate
+from eyas.extract.runner import extract
 from eyas.smollm2 import smollm2_dir
+from eyas.store.documents import read_store_info
+from eyas.store.format import EVENTS_DIR, STORE_FILE
+from eyas.verify import Comparison, verify
 
 PROMPTS: Final = "demo_prompts.jsonl"  # shipped beside this module; sources and licences in NOTICE
 ANSWERS: Final = "answers.jsonl"
 CORPUS: Final = "corpus.parquet"
+STORE: Final = "store"
+SUMMARY: Final = "summary.json"
 BATCH_ROWS: Final = 48
+SHARD_BYTES: Final = 16 << 20  # several shards, so that the demo shows some
+VERIFIED_ROWS: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +91,78 @@ class Prompt:
         return token_hash(self.ids)
 
 
+def run_demo(
+    out: Path,
+    cache: Path | None = None,
+    *,
+    prompts: Path | None = None,
+    max_new_tokens: int = 128,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Everything: answers, corpus, hidden states, proof; ends with a table and `out/summary.json`.
+
+    Args:
+        out: the demo's folder.
+        cache: where the converted model is kept; None is EYAS_CACHE, else ~/.cache/eyas.
+        prompts, max_new_tokens: as for `demo_corpus`.
+        console: where progress and the table go.
+
+    Returns:
+        What summary.json holds: rows, tokens, tokens_per_s (of the session that stored last), bytes, failed,
+        mismatches, verified_rows, and how much was reused.
+
+    Raises:
+        EyasError: as the steps do; IntegrityError when a row is not what it should be.
+    """
+    console, began = console or Console(stderr=True), time.monotonic()
+    made = demo_corpus(out, cache, prompts=prompts, max_new_tokens=max_new_tokens, console=console)
+    for line in made.report.lines():
+        _say(console, line)
+    store = out / STORE
+    if _is_of_another_corpus(store, made.report.digest):
+        _say(console, f"store: {store} is of another corpus and is made anew")
+        shutil.rmtree(store)
+    dtype: Any = {torch.bfloat16: "bf16", torch.float32: "f32"}[_fast_dtype()]
+    cfg = Config(extract=ExtractConfig(engine="hf", model_dtype=dtype), store=StoreConfig(shard_bytes=SHARD_BYTES))
+    _say(console, "extract: hidden states of every row, by transformers in this process")
+    run = extract(made.corpus, store, cfg=cfg, model=str(made.model), console=console)
+    _say(console, f"verify: every byte, and {VERIFIED_ROWS} rows recomputed in float32 with controls")
+    report = verify(store, corpus=made.corpus, against=str(made.model), sample=VERIFIED_ROWS, console=console)
+    found = report.comparison or Comparison()
+    summary = {
+        "rows": run.rows_done,
+        "tokens": run.tokens_done,
+        "tokens_per_s": round(last_rate(store / EVENTS_DIR) or 0.0, 1),
+        "bytes": run.bytes,
+        "failed": run.failed,
+        "mismatches": len(report.problems) + len(found.mismatches),
+        "verified_rows": found.rows,
+        "rows_reused": run.rows_done - run.rows_now,
+        "answers_reused": made.answers.reused,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    for name, text in [*run.lines(), *report.lines()[1:], ("summary", str(out / SUMMARY))]:
+        _say(console, f"{name:<10}  {text}")
+    report.check()
+    return summary
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _is_of_another_corpus(store: Path, digest: str) -> bool:
+    return (store / STORE_FILE).exists() and read_store_info(store).corpus["digest"] != digest
+
+
 def demo_corpus(
-    out: Path, cache: Path, *, prompts: Path | None = None, max_new_tokens: int = 128, console: Console | None = None
+    out: Path,
+    cache: Path | None = None,
+    *,
+    prompts: Path | None = None,
+    max_new_tokens: int = 128,
+    console: Console | None = None,
 ) -> DemoCorpus:
     """Model, answers and corpus under `out`; each step is skipped or resumed where an earlier run did it.
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from eyas.capture.contract import CaptureSpec
-from eyas.compare import TOLERANCE, Distance, distance, rejects
+from eyas.compare import TOLERANCE, Distance, distance, is_informative, rejects
 from eyas.config import ExtractConfig
 from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError, IntegrityError
@@ -41,13 +41,17 @@ class Comparison:
     Attributes:
         rows: how many were.
         worst: for every captured state (a layer's number, or `last`) its largest distance of any row.
-        nearest: for every control (`3 as 2`: layer 3 where 2 is stored) its smallest distance of any row.
+        nearest: for every control (`3 as 2`: layer 3 where 2 is stored) its smallest distance of any row in which it
+            could be told apart at all.
+        told_apart, alike: for every control, rows in which it was, and rows in which it is too close to say.
         mismatches: states that are not what they should be, and controls that could not be told apart.
     """
 
     rows: int = 0
     worst: dict[str, Distance] = field(default_factory=dict)
     nearest: dict[str, Distance] = field(default_factory=dict)
+    told_apart: Counter[str] = field(default_factory=Counter)
+    alike: Counter[str] = field(default_factory=Counter)
     mismatches: list[str] = field(default_factory=list)
 
 
@@ -83,12 +87,13 @@ class VerifyReport:
             lines.append(("against", f"{done.rows} rows recomputed, {len(done.mismatches)} mismatches"))
             for name, right in done.worst.items():
                 near = [d.median for key, d in done.nearest.items() if key.endswith(f" as {name}")]
+                text = f"error median {right.median:.1e} worst {right.worst:.1e}, cosine at least {right.cosine:.5f}"
+                text += f"; nearest control {min(near):.1e}" if near else "; no control could be told apart"
+                lines.append(("  last" if name == LAST else f"  layer {name}", text))
+            if alike := done.alike.total():
+                total = alike + done.told_apart.total()
                 lines.append(
-                    (
-                        "  last" if name == LAST else f"  layer {name}",
-                        f"error median {right.median:.1e} worst {right.worst:.1e}, cosine at least {right.cosine:.5f}; "
-                        f"nearest control {min(near):.1e}",
-                    )
+                    ("controls", f"{alike:,} of {total:,} are too close to say in this dtype (very short rows)")
                 )
             lines += [("mismatch", text) for text in done.mismatches[:5]]
         return lines + [("not checked", note) for note in self.notes]
@@ -212,7 +217,7 @@ def _compare(
     spec: CaptureSpec,
 ) -> None:
     tolerance = TOLERANCE[spec.dtype]
-    right = distance(stored, reference)
+    right = distance(stored, reference, tolerance.strays)
     if not right.within(tolerance):
         result.mismatches.append(
             f"row {row.row}, {name}: error median {right.median:.1e}, worst {right.worst:.1e} of {tolerance}"
@@ -221,8 +226,12 @@ def _compare(
     result.worst[name] = right if known is None else _larger(known, right)
     shifted = {"shifted by one": reference.roll(1, 0)} if len(reference) > 1 else {}
     for control, states in {**controls, **shifted}.items():
-        away = distance(stored, states)
         key = f"{control} as {name}"
+        if not is_informative(states, reference, tolerance):
+            result.alike[key] += 1
+            continue
+        away = distance(stored, states)
+        result.told_apart[key] += 1
         if key not in result.nearest or away.median < result.nearest[key].median:
             result.nearest[key] = away
         if not rejects(away, right, tolerance):
@@ -230,7 +239,12 @@ def _compare(
 
 
 def _larger(one: Distance, other: Distance) -> Distance:
-    return Distance(max(one.median, other.median), max(one.worst, other.worst), min(one.cosine, other.cosine))
+    return Distance(
+        max(one.median, other.median),
+        max(one.worst, other.worst),
+        max(one.bounded, other.bounded),
+        min(one.cosine, other.cosine),
+    )
 
 
 def sample_rows(rows: int, sample: int) -> list[int]:
