@@ -21,11 +21,13 @@ class EventLog:
 
     def __init__(self, path: Path | None) -> None:
         self._fd = -1
-        if path is not None:
+        if path is None:
+            return
+        with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            with contextlib.suppress(OSError):  # a file system without locks: sessions look dead to one another
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Fails on a file system without locks: sessions then look dead to one another.
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def emit(self, event: str, **fields: Any) -> None:
         """Append one event with the current time (seconds since the epoch)."""

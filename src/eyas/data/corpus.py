@@ -11,7 +11,6 @@ over every row's id, tokens and mask and the tokenizer and template hashes; a ro
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -206,7 +205,7 @@ class Corpus:
         self.n_positions: npt.NDArray[np.int32] = counts["n_positions"].to_numpy()
         groups = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
         self._starts = np.cumsum([0, *groups])
-        self._cached: tuple[int, list[CorpusRow]] = (-1, [])
+        self._cached: _Group | None = None
 
     @classmethod
     def open(cls, path: Path | str) -> Corpus:
@@ -246,23 +245,22 @@ class Corpus:
         """Row `index`; the row group it lies in stays in memory for the next call."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a corpus of {len(self)}")
-        group = self._group_of(index)
-        if self._cached[0] != group:
-            self._cached = (group, self._read(group))
-        return self._cached[1][index - int(self._starts[group])]
+        return self._group(self._group_of(index)).row(index)
 
     def __iter__(self) -> Iterator[CorpusRow]:
         return self.rows()
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[CorpusRow]:
-        """Rows [start, stop) in order; one row group is in memory at a time."""
+        """Rows [start, stop) in order; one row group is in memory at a time, and stays for the next call."""
         stop = len(self) if stop is None else stop
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows [{start}, {stop}) of a corpus of {len(self)}")
         while start < stop:
             group = self._group_of(start)
-            first, end = int(self._starts[group]), int(self._starts[group + 1])
-            yield from self._read(group)[start - first : stop - first]
+            end = min(stop, int(self._starts[group + 1]))
+            decoded = self._group(group)  # held here: other readers may ask for other groups meanwhile
+            for index in range(start, end):
+                yield decoded.row(index)
             start = end
 
     def verify(self) -> None:
@@ -287,24 +285,55 @@ class Corpus:
     def _group_of(self, index: int) -> int:
         return int(np.searchsorted(self._starts, index, side="right")) - 1
 
-    def _read(self, group: int) -> list[CorpusRow]:
+    def _group(self, number: int) -> _Group:
+        # A shard is often much smaller than a row group: who reads shard after shard decodes each group once.
+        group = self._cached
+        if group is None or group.number != number:
+            group = self._cached = self._read(number)
+        return group
+
+    def _read(self, number: int) -> _Group:
         try:
             with pq.ParquetFile(self.path, metadata=self._footer) as file:
-                table = file.read_row_group(group, columns=["id", "tokens", "loss_mask"])
+                table = file.read_row_group(number, columns=["id", "tokens", "loss_mask"]).combine_chunks()
         except (OSError, pa.ArrowInvalid) as error:
             raise IntegrityError("the corpus cannot be read", self.path, str(error)) from error
-        first = int(self._starts[group])
-        columns = zip(table["id"].to_pylist(), _rows(table["tokens"]), _rows(table["loss_mask"]), strict=True)
-        return [CorpusRow(first + i, name, tokens, mask) for i, (name, tokens, mask) in enumerate(columns)]
+        tokens, masks = (table[name].chunk(0) for name in ("tokens", "loss_mask"))
+        return _Group(
+            number,
+            int(self._starts[number]),
+            table["id"].to_pylist(),
+            _Lists(tokens.values.to_numpy(), tokens.offsets.to_numpy()),
+            _Lists(masks.values.to_numpy(), masks.offsets.to_numpy()),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lists:
+    """A list column: list i is `values[offsets[i] : offsets[i + 1]]`."""
+
+    values: npt.NDArray[Any]
+    offsets: npt.NDArray[np.int32]
+
+    def copy_of(self, i: int) -> npt.NDArray[Any]:
+        return self.values[self.offsets[i] : self.offsets[i + 1]].copy()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """A decoded row group; its rows are copied out when they are asked for."""
+
+    number: int
+    first: int
+    ids: list[str]
+    tokens: _Lists
+    masks: _Lists
+
+    def row(self, index: int) -> CorpusRow:
+        i = index - self.first
+        return CorpusRow(index, self.ids[i], self.tokens.copy_of(i), self.masks.copy_of(i))
 
 
 def _lists(rows: tuple[npt.NDArray[Any], ...], item: pa.DataType) -> pa.Array:
     offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows), item))
-
-
-def _rows(column: pa.ChunkedArray) -> Iterator[npt.NDArray[Any]]:
-    for chunk in column.chunks:
-        values, offsets = chunk.values.to_numpy(), chunk.offsets.to_numpy()
-        for start, stop in itertools.pairwise(offsets):
-            yield values[start:stop].copy()

@@ -16,6 +16,9 @@ from eyas.config import Config
 from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError
 from eyas.extract.engine import Engine, EngineInfo, Failed
+from eyas.positions import kept_counts
+from eyas.store.format import EVENTS_DIR
+from eyas.store.writer import StoreWriter
 
 if TYPE_CHECKING:
     from eyas.extract.target import Target
@@ -97,20 +100,53 @@ def make_engine(job: Job, share: int = 1) -> Engine:
             if not job.url:
                 raise ConfigError("the sglang engine needs a server", "extract.engine", "add --server URL")
             return adapters.SGLangEngine(
-                job.url, target_spec(_target(job), cfg), cfg.server, job.run, job.session, share
+                job.url, target_spec(_target(job, weights=False), cfg), cfg.server, job.run, job.session, share
             )
 
 
 def static_info(job: Job) -> EngineInfo | None:
-    """What an engine will deliver where that is known without starting it: only a server must be asked."""
+    """What an engine will deliver where that is known without starting it.
+
+    None for a server, and for weights whose fingerprint only the loaded model tells.
+    """
     match job.engine:
         case "hf":
-            return EngineInfo(target_spec(_target(job), job.cfg))
+            spec = target_spec(_target(job), job.cfg)
+            return EngineInfo(spec) if spec.model else None
         case "fake":
             spec = fake_spec(job.cfg, Corpus.open(job.corpus))
             return EngineInfo(spec, max_row_tokens=job.cfg.fake.max_row_tokens)
         case _:
             return None
+
+
+def open_store(job: Job, corpus: Corpus, info: EngineInfo, *, dry: bool = False) -> StoreWriter:
+    """The store of this corpus and spec, made or resumed; `dry` writes nothing.
+
+    Raises:
+        StoreError: the folder holds something else, or a store for something else.
+    """
+    return StoreWriter.open(
+        job.store,
+        spec=info.spec,
+        corpus={
+            "digest": corpus.digest,
+            "tokenizer": corpus.meta.tokenizer_hash,
+            "template": corpus.meta.template_hash,
+            "rows": len(corpus),
+            "tokens": int(corpus.n_tokens.sum()),
+        },
+        tokens_N=corpus.n_tokens,
+        positions_N=kept_counts(corpus.n_tokens, corpus.n_positions, info.spec.last),
+        shard_bytes=job.cfg.store.shard_bytes,
+        provenance=dict(info.provenance),
+        dry=dry,
+    )
+
+
+def log_path(store: Path, session: str) -> Path:
+    """Where a session of a store's run writes its events."""
+    return store / EVENTS_DIR / f"{session}.jsonl"
 
 
 def target_spec(target: Target, cfg: Config) -> CaptureSpec:
@@ -135,5 +171,5 @@ def fake_spec(cfg: Config, corpus: Corpus) -> CaptureSpec:
         raise ConfigError(str(error), "fake", "set capture.layers, or fake.num_layers to 7 or more") from error
 
 
-def _target(job: Job) -> Target:
-    return adapters.Target.load(job.model, trust_remote_code=job.cfg.extract.trust_remote_code)
+def _target(job: Job, *, weights: bool = True) -> Target:
+    return adapters.Target.load(job.model, trust_remote_code=job.cfg.extract.trust_remote_code, weights=weights)

@@ -19,7 +19,9 @@ from rich.table import Table
 
 WINDOW_S = 60.0
 _BUCKETS = 6
+_STEPS = 600  # the finest division of the window
 _PLAIN_EVERY_S = 10.0
+_PANEL_EVERY_S = 0.25
 _MIN_SPAN_S = 1.0
 
 
@@ -41,6 +43,8 @@ class RateMeter:
 
     def add(self, at_s: float, tokens: int) -> None:
         """`tokens` finished at time `at_s`; times must not fall."""
+        if len(self._done) > 1 and at_s - self._done[-1][0] < self._window_s / _STEPS:
+            at_s, tokens = self._done[-1][0], tokens + self._done.pop()[1]  # thousands of short rows cost no more
         self._done.append((at_s, tokens))
         # One older event stays: it marks where the window's first interval began.
         while len(self._done) > 2 and self._done[1][0] <= at_s - self._window_s:
@@ -120,7 +124,8 @@ class RunView:
         self._meter = RateMeter()
         self._now = total
         self._live = Live(console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
-        self._next_line_s = clock() + _PLAIN_EVERY_S
+        self._every_s = _PANEL_EVERY_S if self._live else _PLAIN_EVERY_S
+        self._next_s = clock() + (0.0 if self._live else self._every_s)
 
     @property
     def snapshot(self) -> Snapshot:
@@ -149,11 +154,13 @@ class RunView:
         self.refresh()
 
     def refresh(self) -> None:
-        """Redraw; call now and then even without news."""
+        """Redraw when it is time to; call now and then even without news."""
+        if self._clock() < self._next_s:
+            return
+        self._next_s = self._clock() + self._every_s
         if self._live:
             self._live.update(self._panel())
-        elif self._clock() >= self._next_line_s:
-            self._next_line_s = self._clock() + _PLAIN_EVERY_S
+        else:
             self._console.print(self._line(), highlight=False, soft_wrap=True)
 
     def rate(self) -> float | None:

@@ -8,35 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
-import os
-import queue
-import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from eyas.config import Config
 from eyas.data.corpus import Corpus
-from eyas.errors import EngineError, EyasError, Interrupted, StoreError
-from eyas.events import EventLog, is_open
-from eyas.extract.build import Job, make_engine, new_session, static_info
-from eyas.extract.engine import Engine, EngineInfo
+from eyas.errors import EyasError, Interrupted, StoreError
+from eyas.events import EventLog
+from eyas.extract.build import Job, log_path, make_engine, new_session, open_store, static_info
+from eyas.extract.engine import EngineInfo
 from eyas.extract.forecast import Forecast, forecast
 from eyas.extract.progress import RunView, Snapshot, human_bytes
-from eyas.extract.worker import Report, Worker
+from eyas.extract.signals import StopSignals
+from eyas.extract.worker import Report
+from eyas.extract.workers import work_here, work_in_processes
 from eyas.positions import kept_counts
-from eyas.store.format import EVENTS_DIR, Sidecar
+from eyas.store.plan import Shard
 from eyas.store.writer import ShardState, StoreWriter
 
-_REFRESH_S = 0.25
 _PROGRESS_EVENT_S = 5.0
 
 
@@ -68,6 +61,7 @@ class Summary:
     reasons: Counter[str] = field(default_factory=Counter)
     first_failures: list[str] = field(default_factory=list)
     stopped: bool = False
+    _shards: dict[int, tuple[int, int, int]] = field(default_factory=dict, repr=False)  # rows, tokens, failed
 
     @property
     def tokens_per_s(self) -> float:
@@ -96,11 +90,13 @@ class Summary:
 
     def add(self, report: Report) -> None:
         """Fold one worker's news in."""
+        if report.leased:
+            self.hold(report.shard, report.rows, report.tokens, report.failed)
+            return
+        rows, tokens, failed = self._shards.get(report.shard, (0, 0, 0))
+        self.hold(report.shard, rows + report.rows, tokens + report.tokens, failed + report.failed)
         self.rows_now += report.rows
         self.tokens_now += report.tokens
-        self.rows_done += report.rows + report.resumed_rows
-        self.tokens_done += report.tokens + report.resumed_tokens
-        self.failed += report.failed
         self.retries += report.retries
         self.waits += report.waits
         if report.failure:
@@ -108,6 +104,14 @@ class Summary:
             self.reasons[reason] += 1
             if len(self.first_failures) < 5:
                 self.first_failures.append(f"row {row}: {reason}" + (f" ({detail})" if detail else ""))
+
+    def hold(self, shard: int, rows: int, tokens: int, failed: int) -> None:
+        """Replace what was known of a shard. (It may be leased again in a run, and by other processes meanwhile.)"""
+        before = self._shards.get(shard, (0, 0, 0))
+        self._shards[shard] = (rows, tokens, failed)
+        self.rows_done += rows - before[0]
+        self.tokens_done += tokens - before[1]
+        self.failed += failed - before[2]
 
 
 def extract(
@@ -137,33 +141,73 @@ def extract(
         ConfigError, EngineError, StoreError: before anything is written where possible; what was stored stays.
         Interrupted: after draining on Ctrl-C or SIGTERM.
     """
-    console = console or Console(stderr=True)
-    opened = Corpus.open(corpus)
-    job = Job(corpus, store, model or opened.meta.model, server, cfg or Config(), new_session())
-    info = asyncio.run(_prove(job))
-    writer = open_store(job, opened, info)
-    if retry_failed:
-        for shard in writer.plan.shards:
-            writer.reopen_failed(shard)
-    planned = plan_of(job, opened, info, writer)
-    planned.check(store)
-    summary = Summary(len(opened), planned.tokens, planned)
-    log = EventLog(_log_path(store, job.session))
-    log.emit(
-        "start", workers=workers, rows=summary.rows, tokens=summary.tokens, **{"engine": job.engine, **info.provenance}
+    with StopSignals() as signals:
+        opened = Corpus.open(corpus)
+        job = Job(corpus, store, model or opened.meta.model, server, cfg or Config(), new_session())
+        info = asyncio.run(_prove(job))
+        planned = plan_of(job, opened, info, open_store(job, opened, info, dry=True))
+        planned.check(store)
+        writer = open_store(job, opened, info)
+        if retry_failed:
+            for shard in writer.plan.shards:
+                writer.reopen_failed(shard)
+        summary = Summary(len(opened), planned.tokens, planned)
+        _run(job, info, workers, summary, writer, opened, signals, console or Console(stderr=True))
+    if summary.complete:
+        return summary
+    if summary.stopped:
+        raise Interrupted(
+            f"stopped: {summary.rows_done:,} of {summary.rows:,} rows stored", store, "the same command resumes"
+        )
+    left = [shard for shard in writer.plan.shards if writer.state(shard) is not ShardState.COMPLETE]
+    rows = sum(shard.rows for shard in left)
+    raise StoreError(
+        f"{len(left):,} shards of {rows:,} rows are not done: another process has leased them", store, "run it again"
     )
-    for sidecar in complete_shards(writer):
-        summary.add(_earlier(sidecar, opened))
+
+
+def _run(
+    job: Job,
+    info: EngineInfo,
+    workers: int,
+    summary: Summary,
+    writer: StoreWriter,
+    corpus: Corpus,
+    signals: StopSignals,
+    console: Console,
+) -> None:
+    """The workers' part of a run, and its books."""
+    log = EventLog(log_path(job.store, job.session))
+    log.emit(
+        "start",
+        workers=workers,
+        rows=summary.rows,
+        tokens=summary.tokens,
+        engine=job.engine,
+        provenance=dict(info.provenance),
+    )
+    _count_complete(summary, writer, corpus)
     view = RunView(console, _snapshot(summary, info))
+    desk = _Desk(summary, view, log)
     began_s = time.monotonic()
-    session = _Session(job, info, workers, summary, view, log)
     try:
         with view:
-            session.run()
+            if workers == 1:
+                work_here(job, signals, desk.news, desk.tick)
+            else:
+                work_in_processes(job, workers, signals, desk.news, desk.tick)
+        summary.stopped = signals.stopped
+    except BaseException:
+        # A manifest that cannot be written either must not hide what ended the run; the next session writes it.
+        with signals.heard_by(lambda: None), contextlib.suppress(EyasError):
+            writer.write_manifest()
+        raise
+    else:
+        with signals.heard_by(lambda: None):  # nothing is left to stop
+            summary.bytes = _count_complete(summary, writer, corpus)
+            writer.write_manifest()
     finally:
         summary.seconds = time.monotonic() - began_s
-        writer.write_manifest()
-        summary.bytes = sum(sidecar.bytes for sidecar in complete_shards(writer))
         log.emit(
             "end",
             rows_done=summary.rows_done,
@@ -173,14 +217,6 @@ def extract(
             stopped=summary.stopped,
         )
         log.close()
-    if summary.stopped:
-        raise Interrupted(
-            f"stopped: {summary.rows_done:,} of {summary.rows:,} rows stored", store, "the same command resumes"
-        )
-    if not summary.complete:
-        left = summary.rows - summary.rows_done - summary.failed
-        raise StoreError(f"{left:,} rows are not done: another process has leased their shards", store, "run it again")
-    return summary
 
 
 def plan(
@@ -189,59 +225,47 @@ def plan(
     """What `extract` would need; writes nothing. Raises as `extract` does when the engine or store cannot be had."""
     opened = Corpus.open(corpus)
     job = Job(corpus, store, model or opened.meta.model, server, cfg or Config(), new_session())
-    info = asyncio.run(_prove(job))
+    with StopSignals():
+        info = asyncio.run(_prove(job))
     return plan_of(job, opened, info, open_store(job, opened, info, dry=True))
 
 
-def complete_shards(writer: StoreWriter) -> list[Sidecar]:
-    """What the finished shards hold."""
-    return [sidecar for shard in writer.plan.shards if (sidecar := writer.sidecar(shard)) is not None]
-
-
-def _earlier(sidecar: Sidecar, corpus: Corpus) -> Report:
-    """A complete shard, as progress of earlier sessions."""
-    failed = sum(int(corpus.n_tokens[row]) for row in sidecar.failed)
-    return Report(resumed_rows=sidecar.ok_rows, resumed_tokens=sidecar.tokens - failed, failed=len(sidecar.failed))
-
-
-def open_store(job: Job, corpus: Corpus, info: EngineInfo, *, dry: bool = False) -> StoreWriter:
-    """The store of this corpus and spec, made or resumed; `dry` writes nothing.
-
-    Raises:
-        StoreError: the folder holds something else, or a store for something else.
-    """
-    return StoreWriter.open(
-        job.store,
-        spec=info.spec,
-        corpus={
-            "digest": corpus.digest,
-            "tokenizer": corpus.meta.tokenizer_hash,
-            "template": corpus.meta.template_hash,
-            "rows": len(corpus),
-            "tokens": int(corpus.n_tokens.sum()),
-        },
-        tokens_N=corpus.n_tokens,
-        positions_N=kept_counts(corpus.n_tokens, corpus.n_positions, info.spec.last),
-        shard_bytes=job.cfg.store.shard_bytes,
-        provenance=dict(info.provenance),
-        dry=dry,
-    )
+def _count_complete(summary: Summary, writer: StoreWriter, corpus: Corpus) -> int:
+    """Take the complete shards into the summary, whoever filled them; returns their bytes."""
+    total = 0
+    for shard in writer.plan.shards:
+        if (sidecar := writer.sidecar(shard)) is not None:
+            failed = sum(int(corpus.n_tokens[row]) for row in sidecar.failed)
+            summary.hold(shard.index, sidecar.ok_rows, sidecar.tokens - failed, len(sidecar.failed))
+            total += sidecar.bytes
+    return total
 
 
 def plan_of(job: Job, corpus: Corpus, info: EngineInfo, writer: StoreWriter) -> Forecast:
     """The forecast of a store as its files stand now."""
     states = [writer.state(shard) for shard in writer.plan.shards]
-    absent = [shard for shard, state in zip(writer.plan.shards, states, strict=True) if state is ShardState.ABSENT]
+    missing = [_missing(writer, shard, state) for shard, state in zip(writer.plan.shards, states, strict=True)]
     return forecast(
         corpus,
         info,
         kept_counts(corpus.n_tokens, corpus.n_positions, info.spec.last),
         total=writer.plan.total_bytes,
-        missing=sum(writer.info.layout(shard).file_bytes for shard in absent),
+        missing=sum(missing),
         shards=(len(states), states.count(ShardState.COMPLETE)),
         root=job.store,
         reserve=job.cfg.store.reserve_bytes,
     )
+
+
+def _missing(writer: StoreWriter, shard: Shard, state: ShardState) -> int:
+    """Bytes that the disk has not given the shard yet: a part may be sparse, or empty where its maker was killed."""
+    if state is ShardState.COMPLETE:
+        return 0
+    given = 0
+    for path in (writer.paths(shard).part, writer.paths(shard).final):
+        with contextlib.suppress(FileNotFoundError):
+            given = path.stat().st_blocks * 512
+    return max(0, writer.info.layout(shard).file_bytes - given)
 
 
 async def _prove(job: Job) -> EngineInfo:
@@ -255,10 +279,6 @@ async def _prove(job: Job) -> EngineInfo:
         await engine.close()
 
 
-def _log_path(store: Path, session: str) -> Path:
-    return store / EVENTS_DIR / f"{session}.jsonl"
-
-
 def _snapshot(summary: Summary, info: EngineInfo) -> Snapshot:
     return Snapshot(
         rows=summary.rows,
@@ -270,33 +290,25 @@ def _snapshot(summary: Summary, info: EngineInfo) -> Snapshot:
     )
 
 
-class _Session:
-    """This process's part of a run: the worker in it, or the worker processes it started."""
+class _Desk:
+    """Where the workers' reports become summary, view and log."""
 
-    def __init__(
-        self, job: Job, info: EngineInfo, workers: int, summary: Summary, view: RunView, log: EventLog
-    ) -> None:
-        self._job, self._info, self._workers = job, info, workers
+    def __init__(self, summary: Summary, view: RunView, log: EventLog) -> None:
         self._summary, self._view, self._log = summary, view, log
         self._next_event_s = time.monotonic() + _PROGRESS_EVENT_S
 
-    def run(self) -> None:
-        if self._workers == 1:
-            asyncio.run(self._run_here())
-        else:
-            self._run_processes()
-
     def news(self, report: Report) -> None:
-        """Take one report into summary, view and log."""
+        """Take one report in."""
         summary = self._summary
+        rows, tokens = summary.rows_done, summary.tokens_done
         summary.add(report)
         if report.failure:
             row, reason, detail = report.failure
             self._log.emit("row_failed", row=row, reason=reason, detail=detail)
-        if report.shard_done is not None:
-            self._log.emit("shard_done", shard=report.shard_done)
-        if report.resumed_rows:
-            self._view.resume(report.resumed_rows, report.resumed_tokens)
+        if report.done:
+            self._log.emit("shard_done", shard=report.shard)
+        if report.leased:
+            self._view.resume(summary.rows_done - rows, summary.tokens_done - tokens)
         self._view.update(
             rows_done=summary.rows_done,
             tokens_done=summary.tokens_done,
@@ -310,146 +322,9 @@ class _Session:
                 "progress", rows_done=summary.rows_done, tokens_done=summary.tokens_done, rate=self._view.rate()
             )
 
-    def spool(self, used: int | None) -> None:
+    def tick(self, spool_bytes: int | None) -> None:
         """Redraw, with the spool's bytes in use."""
-        if used is not None:
-            self._view.update(spool_bytes=used)
+        if spool_bytes is not None:
+            self._view.update(spool_bytes=spool_bytes)
         else:
             self._view.refresh()
-
-    async def _run_here(self) -> None:
-        await _work(self._job, 1, self.news, self.spool, self._on_stop, (signal.SIGINT, signal.SIGTERM))
-
-    def _on_stop(self) -> None:
-        self._summary.stopped = True
-
-    def _run_processes(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        messages: Any = context.Queue()
-        processes = [
-            context.Process(target=_worker_main, args=(self._job, self._workers, messages), name=f"eyas-worker-{index}")
-            for index in range(self._workers)
-        ]
-        errors: list[EyasError] = []
-        with _forwarded_signals(processes, self._on_stop):
-            for process in processes:
-                process.start()
-            while any(process.is_alive() for process in processes):
-                self._take(messages, errors, _REFRESH_S)
-            self._take(messages, errors, 0.0)
-        if errors:
-            raise errors[0]
-        if dead := [process for process in processes if process.exitcode]:
-            raise EngineError(
-                f"{dead[0].name} died with exit code {dead[0].exitcode}", self._job.store, "the same command resumes"
-            )
-
-    def _take(self, messages: Any, errors: list[EyasError], wait_s: float) -> None:
-        """Take the news that arrives within `wait_s`; an error of one worker stops none of the others."""
-        try:
-            while True:
-                message = messages.get(timeout=wait_s) if wait_s else messages.get_nowait()
-                match message:
-                    case Report():
-                        self.news(message)
-                    case EyasError():
-                        errors.append(message)
-                    case ("spool", used):
-                        self.spool(used)
-                wait_s = min(wait_s, 0.01)
-        except queue.Empty:
-            self._view.refresh()
-
-
-async def _work(
-    job: Job,
-    workers: int,
-    report: Callable[[Report], None],
-    spool: Callable[[int | None], None],
-    on_stop: Callable[[], None],
-    signals: tuple[signal.Signals, ...],
-) -> None:
-    """One worker from start to close."""
-    corpus = Corpus.open(job.corpus)
-    engine = make_engine(job, share=workers)
-    worker: Worker | None = None
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        on_stop()
-        if worker is not None:
-            worker.stop()
-
-    for number in signals:
-        loop.add_signal_handler(number, stop)
-    ticker: asyncio.Task[None] | None = None
-    try:
-        info = await engine.start()
-        if clean_stale := getattr(engine, "clean_stale", None):
-            await asyncio.to_thread(clean_stale, job.run, lambda session: is_open(_log_path(job.store, session)))
-        worker = Worker(
-            corpus,
-            open_store(job, corpus, info),
-            engine,
-            info.spec,
-            run=job.run,
-            session=job.session,
-            cfg=job.cfg.extract,
-            window_bytes=min(job.cfg.extract.window_bytes, info.spool_bytes or job.cfg.extract.window_bytes),
-            report=report,
-        )
-        ticker = asyncio.create_task(_tick(engine, spool))
-        await worker.run()
-    finally:
-        if ticker is not None:
-            ticker.cancel()
-        for number in signals:
-            loop.remove_signal_handler(number)
-        await engine.close()
-
-
-async def _tick(engine: Engine, spool: Callable[[int | None], None]) -> None:
-    usage = getattr(engine, "spool_usage", None)
-    while True:
-        spool(await asyncio.to_thread(usage) if usage else None)
-        await asyncio.sleep(_REFRESH_S)
-
-
-def _worker_main(job: Job, workers: int, messages: Any) -> None:
-    """A worker process: its parent forwards SIGTERM, and it does not outlive its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches every process; the parent decides
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    try:
-        asyncio.run(
-            _work(
-                job, workers, messages.put, lambda used: messages.put(("spool", used)), lambda: None, (signal.SIGTERM,)
-            )
-        )
-    except EyasError as error:
-        messages.put(error)
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-@contextlib.contextmanager
-def _forwarded_signals(processes: Sequence[BaseProcess], on_stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM of this process become SIGTERM of each worker."""
-
-    def forward(*_: object) -> None:
-        on_stop()
-        for process in processes:
-            if process.pid and process.is_alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGTERM)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,10 +18,12 @@ import torch
 from eyas.capture.contract import CaptureSpec, RequestId, field_hash
 from eyas.config import ExtractConfig
 from eyas.data.corpus import Corpus, CorpusRow
-from eyas.errors import EngineError
+from eyas.errors import EngineError, EyasError
 from eyas.extract.engine import Captured, CaptureRequest, Engine, Failed, Retry
 from eyas.extract.window import Window
 from eyas.positions import kept_positions, kept_runs
+from eyas.store.check import finite_check
+from eyas.store.files import CHUNK_BYTES
 from eyas.store.format import RowContents
 from eyas.store.plan import Shard
 from eyas.store.shard_writer import ShardWriter
@@ -36,24 +38,36 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What changed since the last report; rows and tokens are differences."""
+    """What changed in a shard since the last report about it.
 
+    Attributes:
+        shard: its number.
+        leased: the figures are what the shard already held when it was leased, and replace what was known of it.
+        rows, tokens, failed: rows stored, their tokens, and rows given up.
+        retries, waits: sends that were tried again; waits are those that back-pressure caused.
+        failure: row, reason and detail of a row given up.
+        done: the shard is complete.
+    """
+
+    shard: int
+    leased: bool = False
     rows: int = 0
     tokens: int = 0
-    resumed_rows: int = 0
-    resumed_tokens: int = 0
     failed: int = 0
     retries: int = 0
     waits: int = 0
-    in_flight: int = 0
-    failure: tuple[int, str, str] | None = None  # row, reason, detail
-    shard_done: int | None = None
+    failure: tuple[int, str, str] | None = None
+    done: bool = False
 
 
 @dataclass(slots=True)
 class _OpenShard:
     writer: ShardWriter
     unsettled: int  # rows that are neither stored nor failed
+
+    @property
+    def index(self) -> int:
+        return self.writer.shard.index
 
 
 class Worker:
@@ -86,6 +100,7 @@ class Worker:
         self._cfg = cfg
         self._report = report
         self._window = Window(cfg.window_requests, cfg.window_tokens, window_bytes)
+        self._all_finite = finite_check(spec.dtype)
         self._threads = ThreadPoolExecutor(_STORE_THREADS, thread_name_prefix="eyas-store")
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: list[_OpenShard] = []
@@ -99,7 +114,11 @@ class Worker:
             EngineError, StoreError: what ended the run; everything stored so far is journalled.
         """
         try:
-            await self._start_rows()
+            try:
+                await self._start_rows()
+            except EyasError:  # no room for the next shard, say: the rows in flight have theirs
+                await self._drain()
+                raise
             await self._drain()
         finally:
             tasks = list(self._tasks)
@@ -118,7 +137,7 @@ class Worker:
             for task in self._tasks:
                 task.cancel()
         self._stopping.set()
-        self._spawn(self._window.close())
+        self._spawn(self._window.close)
 
     @property
     def stopped(self) -> bool:
@@ -137,7 +156,7 @@ class Worker:
                 cost = self._cost(row)
                 if not await self._window.acquire(*cost):
                     return
-                self._spawn(self._row(open_shard, row, cost))
+                self._spawn(self._row, open_shard, row, cost)
 
     async def _lease(self, shard: Shard) -> tuple[list[CorpusRow], _OpenShard] | None:
         if await self._in_thread(self._store.state, shard) is ShardState.COMPLETE:
@@ -156,7 +175,7 @@ class Worker:
         self._open.append(open_shard)
         done = [row for row in rows if row.index not in pending and row.index not in writer.failed]
         tokens = sum(len(row.tokens) for row in done)
-        self._report(Report(resumed_rows=len(done), resumed_tokens=tokens, failed=len(writer.failed)))
+        self._report(Report(shard.index, leased=True, rows=len(done), tokens=tokens, failed=len(writer.failed)))
         if not pending:
             await self._finish(open_shard)
         return [row for row in rows if row.index in pending], open_shard
@@ -183,9 +202,8 @@ class Worker:
             rid = RequestId(self._run_id, self._session, row.index, send)
             result = await self._engine.capture(CaptureRequest(rid, tokens, runs))
             if isinstance(result, Captured):
-                result = await self._in_thread(self._store_states, shard.writer, row.index, result)
+                result = await self._keep(shard, row, result)
                 if result is None:
-                    self._report(Report(rows=1, tokens=len(tokens), in_flight=self._window.in_flight))
                     return True
             attempts += result.retry is not Retry.WAIT
             if result.retry is Retry.NEVER or attempts >= self._cfg.attempts or send + 1 >= _MAX_SENDS:
@@ -193,12 +211,26 @@ class Worker:
                 return True
             if self._stopping.is_set():
                 return False  # stays pending: the next session tries it afresh
-            self._report(Report(waits=1) if result.retry is Retry.WAIT else Report(retries=1))
+            waits = int(result.retry is Retry.WAIT)
+            self._report(Report(shard.index, waits=waits, retries=1 - waits))
             if result.retry is Retry.PROBE:
                 await self._engine.reprobe()
             await self._sleep(delay_s)
             delay_s = min(2 * delay_s, _LONGEST_WAIT_S)
         raise AssertionError("unreachable: itertools.count does not end")
+
+    async def _keep(self, shard: _OpenShard, row: CorpusRow, states: Captured) -> Failed | None:
+        """Verify and store what came; None when stored. Once it is here it is kept, though its row be cancelled."""
+        work = asyncio.ensure_future(self._in_thread(self._store_states, shard.writer, row.index, states))
+        try:
+            await asyncio.wait([work])
+        finally:
+            if not work.done():
+                # Cancelled. Not work.cancel(): the record would stay in the spool, and the row would be lost.
+                await asyncio.wait([work])
+            if work.exception() is None and work.result() is None:
+                self._report(Report(shard.index, rows=1, tokens=len(row.tokens)))
+        return work.result()
 
     def _store_states(self, writer: ShardWriter, row: int, states: Captured) -> Failed | None:
         """Verify the bytes that were read and write them; runs in a thread. None when stored."""
@@ -207,7 +239,7 @@ class Worker:
             hashes = field_hash(aux), field_hash(last)
             if hashes != (states.aux_xxh3, states.last_xxh3):
                 return Failed("checksum-differs", "the states changed between the engine and the store")
-            if not (_finite(states.aux) and _finite(states.last)):
+            if not all(self._all_finite(part) for part in (*_chunks(aux), *_chunks(last))):
                 return Failed("not-finite", "NaN or Inf among the states")
             writer.put(row, aux, last, hashes)
             return None
@@ -216,14 +248,14 @@ class Worker:
 
     async def _fail(self, shard: _OpenShard, row: int, failure: Failed) -> None:
         await self._in_thread(shard.writer.fail, row, failure.reason, failure.detail)
-        self._report(Report(failed=1, failure=(row, failure.reason, failure.detail)))
+        self._report(Report(shard.index, failed=1, failure=(row, failure.reason, failure.detail)))
         if self._cfg.on_failure == "stop":
             raise EngineError(f"row {row} failed: {failure.reason}", failure.detail, "extract.on_failure is 'stop'")
 
     async def _finish(self, shard: _OpenShard) -> None:
         await self._in_thread(shard.writer.finish)
         self._open.remove(shard)
-        self._report(Report(shard_done=shard.writer.shard.index))
+        self._report(Report(shard.index, done=True))
 
     async def _drain(self) -> None:
         """Wait for rows in flight: all of them, or for `drain_s` once stopping, or not at all once the run failed."""
@@ -236,15 +268,15 @@ class Worker:
                 return
             await asyncio.wait(pending, timeout=0.1)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(self._guard(work))
+    def _spawn(self, work: Callable[..., Awaitable[None]], *args: object) -> None:
+        task = asyncio.create_task(self._guard(work, *args))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guard(self, work: Coroutine[None, None, None]) -> None:
+    async def _guard(self, work: Callable[..., Awaitable[None]], *args: object) -> None:
         """The first exception of any row ends the run; `run` raises it."""
         try:
-            await work
+            await work(*args)
         except Exception as error:  # noqa: BLE001  kept, and raised by run() once the others are cancelled
             self._fatal = self._fatal or error
             await self._window.close()
@@ -263,9 +295,7 @@ def _bytes_of(states: torch.Tensor) -> memoryview:
     return states.contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _finite(states: torch.Tensor) -> bool:
-    """One pass and no temporary: aminmax propagates NaN and shows Inf."""
-    if not states.numel():
-        return True
-    low, high = torch.aminmax(states)
-    return bool(torch.isfinite(low) and torch.isfinite(high))
+def _chunks(data: memoryview) -> Iterator[memoryview]:
+    """Pieces that stay in cache. (torch could look at the whole, but would start a pool of threads in each of ours.)"""
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
