@@ -283,13 +283,13 @@ class _Model(torch.nn.Module):
         self.set: tuple[str, list[int]] | None = None
 
 
-def _worker(model: _Model) -> Any:
+def _worker(model: _Model, **server_args: Any) -> Any:
     text = SimpleNamespace(hidden_size=H, num_hidden_layers=8, vocab_size=100, num_attention_heads=2)
     return SimpleNamespace(
         is_draft_worker=False,
         model_runner=SimpleNamespace(model=model),
         model_config=SimpleNamespace(hf_text_config=text, dtype=torch.float32),
-        server_args=SimpleNamespace(tp_size=1, dp_size=1),
+        server_args=SimpleNamespace(tp_size=1, dp_size=1, **server_args),
     )
 
 
@@ -305,16 +305,85 @@ def test_layers_that_cannot_be_seen_are_not_vouched_for(plugin_module: ModuleTyp
     assert plugin_module.check_layers(torch.nn.Linear(2, 2), LAYERS) is False
 
 
+def _runner(model: Any, **server_args: Any) -> Any:
+    config = SimpleNamespace(num_hidden_layers=8)
+    return SimpleNamespace(
+        is_draft_worker=False, model=model, model_config=config, server_args=SimpleNamespace(**server_args)
+    )
+
+
 @pytest.mark.parametrize("setter", ["set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"])
 def test_an_older_server_is_told_the_layers(plugin: Any, setter: str) -> None:
     told: list[list[int]] = []
-    runner = SimpleNamespace(is_draft_worker=False, model=SimpleNamespace(**{setter: told.append}))
-    plugin.before_attention_backends(runner)
+    plugin.before_attention_backends(_runner(SimpleNamespace(**{setter: told.append})))
     assert told == [[1, 3]]
 
 
+@pytest.mark.parametrize("layers", [(1, 7), (8,)])
+def test_a_layer_that_no_hook_can_keep_is_not_asked_for(plugin_module: ModuleType, layers: tuple[int, ...]) -> None:
+    """The model would die in its first forward, and its server with it."""
+    told: list[list[int]] = []
+    made = plugin_module.Plugin(ServerSettings(layers=layers, spool="/x"))
+    made.before_attention_backends(_runner(SimpleNamespace(set_dflash_layers_to_capture=told.append)))
+    assert told == []
+    assert "outputs of layers 0 to 6" in made.failure
+
+
+@pytest.mark.parametrize("split", [{"pp_size": 2}, {"enable_two_batch_overlap": True}, {"attn_cp_size": 2}])
+def test_forwards_split_in_ways_that_lose_rows_turn_capture_off(
+    plugin_module: ModuleType, split: dict[str, Any], tmp_path: Path
+) -> None:
+    parallel, told = sys.modules["sglang.srt.runtime_context"].PARALLEL, []
+    settings = ServerSettings(layers=LAYERS, spool=str(tmp_path / "spool"))
+    older, newer = plugin_module.Plugin(settings), plugin_module.Plugin(settings)
+    parallel.attn_cp_size = split.get("attn_cp_size", 1)
+    try:
+        older.before_attention_backends(_runner(SimpleNamespace(set_dflash_layers_to_capture=told.append), **split))
+        newer.after_worker_info((0, 0, 0, 0, 0, 100), _worker(_Model(kept=[2, 4]), **split))
+    finally:
+        parallel.attn_cp_size = 1
+    assert told == []
+    for made in (older, newer):
+        assert made.recorder is None
+        assert "cannot be captured under" in made.failure
+
+
+def test_layers_that_could_not_be_named_stay_off_when_the_model_is_loaded(
+    plugin_module: ModuleType, tmp_path: Path
+) -> None:
+    """Without layers to keep, older servers bring the last state in place of the layers'."""
+    made = plugin_module.Plugin(ServerSettings(layers=LAYERS, spool=str(tmp_path / "spool")))
+    model = _Model(kept=[])
+    made.before_attention_backends(_runner(model))
+    made.after_worker_info((0, 0, 0, 0, 0, 100), _worker(model))
+    request = Request(RID, 4)
+    forward(made, batch((request, 0, 4)))
+    assert reply(request)["reason"] == "plugin-error"
+    assert "_Model cannot keep" in reply(request)["detail"]
+
+
+def test_one_layer_that_cannot_be_seen_could_be_the_last_state(plugin_module: ModuleType, tmp_path: Path) -> None:
+    made = plugin_module.Plugin(ServerSettings(layers=(3,), spool=str(tmp_path / "spool")))
+    made.after_worker_info((0, 0, 0, 0, 0, 100), _worker(_Model(kept=[])))
+    assert made.recorder is None
+    assert "single layer" in made.failure
+
+
+@pytest.mark.parametrize("short", ["hidden_states", "last_hidden_states", "input_ids"])
+def test_rows_of_some_tokens_only_are_nobodys(plugin: Any, short: str) -> None:
+    """Pruned to 8 of 10 rows, there are still enough for the first request: not one of them may be taken."""
+    first, second = (Request(RID.replace("00000000", f"0000000{n}"), 5, plugin.recorder.spec_id) for n in range(2))
+    which, brought = batch((first, 0, 5), (second, 0, 5)), result(10)
+    if short == "input_ids":
+        which.input_ids = which.input_ids[:8]
+    else:
+        setattr(brought.logits_output, short, getattr(brought.logits_output, short)[:8])
+    forward(plugin, which, brought)
+    assert [reply(request)["reason"] for request in (first, second)] == ["no-states"] * 2
+
+
 def test_a_model_without_setter_turns_capture_off_by_name(plugin: Any) -> None:
-    plugin.before_attention_backends(SimpleNamespace(is_draft_worker=False, model=torch.nn.Linear(2, 2)))
+    plugin.before_attention_backends(_runner(torch.nn.Linear(2, 2)))
     assert "Linear" in plugin.failure
 
 

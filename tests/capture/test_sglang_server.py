@@ -46,8 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One rank, radix cache on, chunks of 64 tokens, room for everything."""
-    flags = ["--chunked-prefill-size", "64", "--context-length", "1024"]
+    """One rank, radix cache on, chunks of 64 tokens that decoding requests may share, room for everything."""
+    flags = ["--chunked-prefill-size", "64", "--context-length", "1024", "--enable-mixed-chunk"]
     with sglang_server(model, tmp_path_factory.mktemp("plain"), flags=flags) as running:
         yield running
 
@@ -198,6 +198,79 @@ def test_other_requests_are_not_touched(server: Server) -> None:
         assert "eyas" not in meta
     files = {wait_for(server, rid) for rid, _ in own}
     assert set(server.spool.iterdir()) - before == files
+
+
+def test_a_batch_shared_with_requests_for_logprobs(server: Server, reference: Reference) -> None:
+    """Input logprobs prune the states that go to lm_head; what is captured must stay whole and in order."""
+    lengths = [9, 5, 7, 3, 11, 1, 13, 12]
+    prompts = [some_tokens(500 + n, length) for n, length in enumerate(lengths)]
+    sampling = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+    logprobs = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    alone = server.generate(input_ids=prompts[0], sampling_params=sampling, **logprobs)["meta_info"]
+    params = {SPEC_PARAM: hello(server).spec_id}
+
+    def together() -> bool:
+        """Queue eight requests behind a long prompt; whether one forward took them all."""
+        own = {n: new_rid() for n in range(1, 8, 2)}
+        seen = len(server.log.read_text(errors="replace"))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(
+                server.generate, input_ids=some_tokens(499, 14 * 64), extra_key=own[1], sampling_params=sampling
+            )
+            time.sleep(0.1)
+            replies = server.generate(
+                rid=[own.get(n, f"other-{n}-{own[1]}") for n in range(8)],
+                input_ids=prompts,
+                extra_key=[own.get(n, f"salt-{n}-{own[1]}") for n in range(8)],
+                sampling_params=[
+                    sampling | ({"custom_params": params | {LAST_PARAM: [0, lengths[n]]}} if n in own else {})
+                    for n in range(8)
+                ],
+                return_logprob=[n % 4 == 0 for n in range(8)],
+                logprob_start_len=[0 if n == 0 else -1 for n in range(8)],
+                top_logprobs_num=[2 if n == 0 else 0 for n in range(8)],
+            )
+        for n, reply in enumerate(replies):
+            if n in own:
+                assert [word["status"] for word in reply["meta_info"]["eyas"]] == ["accepted"]
+                check_record(server, own[n], prompts[n], [0, lengths[n]], reference)
+            else:
+                assert "eyas" not in reply["meta_info"]
+        mine = torch.tensor([value for value, *_ in replies[0]["meta_info"]["input_token_logprobs"][1:]])
+        theirs = torch.tensor([value for value, *_ in alone["input_token_logprobs"][1:]])
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
+        return "#new-seq: 8" in server.log.read_text(errors="replace")[seen:]
+
+    assert any(together() for _ in range(10)), f"never in one forward:\n{server.log_tail()}"
+
+
+def test_chunks_mixed_with_decoding_requests(server: Server, reference: Reference) -> None:
+    """Others decode, and so do own requests with more than one token, while further prompts are prefilled."""
+    sampling = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
+    jobs = [(new_rid(), some_tokens(600 + n, 20 + 37 * n)) for n in range(8)]
+    with ThreadPoolExecutor(16) as pool:
+        others = [
+            pool.submit(
+                server.generate, input_ids=some_tokens(700 + n, 30), sampling_params=sampling, return_logprob=True
+            )
+            for n in range(4)
+        ]
+        time.sleep(0.2)
+        more = {"max_new_tokens": 20, "ignore_eos": True}
+        ours = [pool.submit(capture, server, ids, [0, 20], rid, sampling=more) for rid, ids in jobs]
+    assert all(len(job.result()["output_ids"]) == 60 for job in others)
+    for (rid, ids), job in zip(jobs, ours, strict=True):
+        assert [word["status"] for word in job.result()["eyas"]] == ["accepted"]
+        check_record(server, rid, ids, [0, 20], reference)
+
+
+def test_several_samples_of_one_prompt_are_never_captured_under_one_id(server: Server) -> None:
+    """SGLang gives each of them an id of its own, which is not one of ours."""
+    before, rid = set(server.spool.iterdir()), new_rid()
+    sampling = {"n": 2, "max_new_tokens": 1, "custom_params": {SPEC_PARAM: hello(server).spec_id, LAST_PARAM: []}}
+    replies = server.generate(rid=rid, input_ids=some_tokens(15, 40), extra_key=rid, sampling_params=sampling)
+    assert all("eyas" not in reply["meta_info"] or refusal(reply["meta_info"]) for reply in replies)
+    assert set(server.spool.iterdir()) == before
 
 
 @pytest.mark.parametrize("stream", [False, True])

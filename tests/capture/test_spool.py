@@ -160,6 +160,44 @@ def test_a_full_disk_is_named_at_once_after_the_first_failure(tmp_path: Path) ->
     assert to.reserve(rid(1), 1 << 61) is None  # a write went well again
 
 
+def test_a_torn_record_goes_before_its_time(tmp_path: Path) -> None:
+    """Its writer died with its server; it takes room that nobody else would give back."""
+    torn, record = tmp_path / f".{rid(0)}.tmp", tmp_path / f"{rid(1)}.safetensors"
+    torn.write_bytes(bytes(60))
+    record.write_bytes(bytes(20))
+    clock = Clock()
+    to = spool(tmp_path, clock=clock)
+    assert reason(to.reserve(rid(2), 50)) is Refusal.SPOOL_FULL
+    clock.now_s += 30
+    assert to.remove_orphans() == []
+    clock.now_s += 40
+    assert to.remove_orphans() == [torn.name]
+    assert to.reserve(rid(2), 50) is None
+    assert record.exists()
+
+
+def test_a_failure_that_cannot_be_told_leaves_no_file(tmp_path: Path) -> None:
+    to = spool(tmp_path)
+    (tmp_path / f"{rid(0)}.failed").mkdir()  # the rename fails, as on a full disk the write does
+    to.fail(rid(0), Refusal.WRITE_FAILED, "no room")
+    assert [path.name for path in tmp_path.iterdir()] == [f"{rid(0)}.failed"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+@pytest.mark.parametrize(("owner", "mode", "refused"), [(12345, 0o777, True), (12345, 0o770, False), (0, 0o777, False)])
+def test_a_folder_laid_out_by_a_stranger_is_refused(tmp_path: Path, owner: int, mode: int, refused: bool) -> None:
+    """In shared memory anyone can be there first, and swap records in a folder that is theirs."""
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    os.chown(folder, owner, -1)
+    folder.chmod(mode)
+    if refused:
+        with pytest.raises(PermissionError, match="12345"):
+            spool(folder)
+    else:
+        publish(spool(folder), 0, b"x")
+
+
 @pytest.mark.parametrize(("mode", "folder_mode"), [(0o600, 0o700), (0o640, 0o770), (0o660, 0o770), (0o644, 0o775)])
 def test_modes_hold_whatever_the_umask(tmp_path: Path, mode: int, folder_mode: int) -> None:
     before = os.umask(0o077)

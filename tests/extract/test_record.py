@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,22 @@ def test_views_outlive_the_file_and_do_not_write_to_it(tmp_path: Path) -> None:
     del got
     gc.collect()
     assert torch.equal(last, states().last)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_not_a_plain_file_is_not_opened(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "record.safetensors"
+    match kind:
+        case "link":
+            (tmp_path / "elsewhere").write_bytes(right_bytes())
+            path.symlink_to(tmp_path / "elsewhere")
+        case "pipe":
+            os.mkfifo(path)  # opening it would wait for a writer, and every other row with it
+        case "folder":
+            path.mkdir()
+    failed = open_record(path, REQUEST, SPEC)
+    assert isinstance(failed, Failed)
+    assert failed.reason == "record-unreadable"
 
 
 @pytest.mark.parametrize(

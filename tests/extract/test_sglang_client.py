@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import ssl
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,7 @@ def test_a_server_that_loads_is_away(status: int) -> None:
         (httpx.ReadTimeout("t"), "does not answer"),
         (httpx.ReadError("r"), "connection broke"),
         (httpx.RemoteProtocolError("r"), "connection broke"),
+        (httpx.DecodingError("gzip"), "connection broke"),
     ],
 )
 def test_transport_errors_are_named(error: Exception, what: str) -> None:
@@ -149,6 +152,48 @@ def test_https_to_a_plain_server_is_named() -> None:
             await subject.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "system", "trusted"),
+    [({}, False, False), ({}, True, True), ({"ca_file": ...}, False, True), ({"verify_tls": False}, False, True)],
+)
+def test_certificates_are_trusted_as_the_settings_say(
+    settings: dict[str, Any], system: bool, trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl to make a certificate with")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    make = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    make += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(make, check=True, capture_output=True)
+    if system:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    given: Any = {name: certificate if value is ... else value for name, value in settings.items()}
+
+    async def scenario() -> dict[str, Any]:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            body = b'{"model_path": "m"}'
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            writer.close()
+
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate, key)
+        server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+        subject = client(url=f"https://localhost:{server.sockets[0].getsockname()[1]}", **given)
+        async with server:
+            try:
+                return await subject.identify()
+            finally:
+                await subject.close()
+
+    if trusted:
+        assert asyncio.run(scenario()) == {"model_path": "m"}
+    else:
+        with pytest.raises(EngineError, match="no trust"):
+            asyncio.run(scenario())
 
 
 # --- secrets
@@ -252,6 +297,7 @@ def test_the_request_carries_the_identity() -> None:
         (httpx.ReadError("reset"), "connection-lost"),
         (httpx.RemoteProtocolError("disconnected"), "connection-lost"),
         (httpx.WriteError("pipe"), "connection-lost"),
+        (httpx.DecodingError("gzip"), "connection-lost"),
     ],
 )
 def test_a_lost_connection_asks_for_a_probe(error: Exception, reason: str) -> None:
@@ -273,7 +319,8 @@ TOO_LONG = [
         *((400, message, "row-too-long", Retry.NEVER) for message in TOO_LONG),
         (400, "Duplicate request ID detected: eyas.x", "duplicate-rid", Retry.ATTEMPT),
         (400, "something else", "bad-request", Retry.NEVER),
-        (404, "", "bad-request", Retry.NEVER),
+        (413, "", "bad-request", Retry.NEVER),
+        *((status, "", "server-error", Retry.PROBE) for status in (302, 307, 404, 405, 408, 499)),
         (422, "field", "bad-request", Retry.NEVER),
         (429, "", "server-busy", Retry.WAIT),
         (503, "The request queue is full.", "server-busy", Retry.WAIT),

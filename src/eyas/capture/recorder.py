@@ -155,8 +155,10 @@ class Recorder:
             return Refused(Refusal.NO_STATES, f"aux, last and ids of shapes {have}, expected {want}")
         if record.fresh and (refused := self.spool.reserve(record.rid, record.bytes)):
             return refused
-        if self._device_bytes > MAX_DEVICE_BYTES:
-            return Refused(Refusal.SPOOL_FULL, f"writers are behind by {self._device_bytes} bytes")
+        if aux.device.type != "cpu" and self._device_bytes:  # one chunk alone must always fit
+            size = self.spec.record_bytes(rows, rows)
+            if self._device_bytes + size > MAX_DEVICE_BYTES:
+                return Refused(Refusal.SPOOL_FULL, f"writers are behind by {self._device_bytes} bytes")
         kept = take_rows(last, kept_slices(record.runs, chunk.start, chunk.stop), self._dtype)
         shot = snapshot((aux.to(self._dtype, copy=True).contiguous(), kept, ids.clone()))
         record.parts.append(shot.tensors if shot.event is None else None)
@@ -193,7 +195,10 @@ class Recorder:
                 self._write(job.record)
             if tends_spool and self._clock() - tended_s > _IDLE_S:
                 tended_s = self._clock()
-                self.spool.remove_orphans()
+                try:
+                    self.spool.remove_orphans()
+                except Exception:  # records of this lane would wait for ever for a thread that died tidying up
+                    logger.exception("eyas: orphans not removed")
 
     def _fetch(self, lane: _Lane, job: _Copy) -> None:
         try:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -82,6 +82,7 @@ class Plugin:
         self.settings = settings
         self.recorder: Recorder | None = None
         self.failure = "the model is not loaded yet"
+        self._failed = False
         self._silent = False  # another rank of the attention-TP group answers for this one
         self._logged: set[str] = set()
 
@@ -91,14 +92,15 @@ class Plugin:
         """Graphs are captured after this: the layers to keep must be known now."""
         try:
             if not runner.is_draft_worker:
-                _set_layers(runner.model, self.settings.layers)
+                check_parallel(runner.server_args)  # first: a model that cannot keep a layer dies in its first forward
+                _set_layers(runner.model, self.settings.layers, int(runner.model_config.num_hidden_layers))
         except Exception as error:  # noqa: BLE001 - never raise into the server
             self._fail("layers", error)
 
     def after_worker_info(self, result: tuple[Any, ...], worker: Any, *_: Any, **__: Any) -> None:
         """The model is loaded and its pools are sized: agree on the spec and open the spool."""
         try:
-            if worker.is_draft_worker or self.recorder is not None:
+            if worker.is_draft_worker or self.recorder is not None or self._failed:
                 return
             if get_parallel().attn_tp_rank != 0:  # rows are replicated over the attention-TP group
                 self._silent = True
@@ -151,8 +153,11 @@ class Plugin:
     # --- start --------------------------------------------------------------------------------------------------------
 
     def _start(self, worker: Any, max_req_input_len: int) -> Recorder:
+        check_parallel(worker.server_args)
         model = worker.model_runner.model
         checked = check_layers(model, self.settings.layers)
+        if not checked and len(self.settings.layers) == 1:
+            raise ValueError("a single layer of this model cannot be told from its last state: capture two or more")
         spec = spec_of(model, worker.model_config.hf_text_config, self.settings)
         spool = Spool(self.settings, shares=_data_parallel_ranks(worker))
         hello = ServerHello(
@@ -168,6 +173,7 @@ class Plugin:
         return recorder
 
     def _fail(self, kind: str, error: Exception) -> None:
+        self._failed = True
         self.failure = f"capture is off: {error}"
         self._log_once(kind, error)
 
@@ -209,13 +215,16 @@ def own_shares(result: Any, batch: Any) -> Iterator[Share]:
     last = getattr(output, "last_hidden_states", None)
     if getattr(output, "hidden_states_token_indices", None) is not None:
         aux = None  # rows of a subset of the tokens only
+    # Fewer rows than tokens: some were left out, and those that are there may be anybody's.
+    aux, last, fed = (
+        None if rows is None or rows.shape[0] < sum(batch.extend_lens) else rows
+        for rows in (aux, last, batch.input_ids)
+    )
     decoding = {id(request) for request in batch.decoding_reqs or ()}
     row = 0
     for request, length, prefix in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
         if is_own_rid(request.rid) and id(request) not in decoding and not has_reply(request):
-            aux_rows, last_rows, ids = (
-                None if t is None else t[row : row + length] for t in (aux, last, batch.input_ids)
-            )
+            aux_rows, last_rows, ids = (None if t is None else t[row : row + length] for t in (aux, last, fed))
             yield Share(request, prefix, prefix + length, (aux_rows, last_rows, ids))
         row += length
 
@@ -300,8 +309,21 @@ def check_layers(model: Any, layers: Iterable[int]) -> bool:
     return False
 
 
-def _set_layers(model: Any, layers: Iterable[int]) -> None:
+def check_parallel(server_args: Any) -> None:
+    """Raises ValueError for ways to split a forward that leave a rank without all layers, or all rows in order."""
+    splits = {
+        "pipeline parallelism": int(getattr(server_args, "pp_size", 1) or 1) > 1,
+        "context parallelism": int(getattr(get_parallel(), "attn_cp_size", 1) or 1) > 1,
+        "two-batch overlap": bool(getattr(server_args, "enable_two_batch_overlap", False)),
+    }
+    if named := [name for name, on in splits.items() if on]:
+        raise ValueError(f"states cannot be captured under {' and '.join(named)}")
+
+
+def _set_layers(model: Any, layers: Sequence[int], depth: int) -> None:
     """Both setters take layer *outputs* on the models that get here; `check_layers` proves it afterwards."""
+    if layers[-1] > depth - 2:
+        raise ValueError(f"layers {list(layers)}: this server keeps the outputs of layers 0 to {depth - 2}")
     for name in ("set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"):
         if setter := getattr(model, name, None):
             setter(list(layers))

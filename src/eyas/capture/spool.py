@@ -25,6 +25,7 @@ from eyas.capture.contract import FAILED_SUFFIX, RECORD_SUFFIX, SPEC_FILE, Refus
 
 TMP_SUFFIX: Final = ".tmp"  # .<rid>.tmp while a record is being written
 _RESCAN_INTERVAL_S: Final = 0.02  # a client that keeps asking must not make the scheduler list the folder every time
+_TORN_AGE_S: Final = 60.0  # a .tmp that has not grown for so long has no writer any more
 _WRITE_BYTES: Final = 64 << 20  # per write call; Linux takes at most 2 GiB
 
 
@@ -98,7 +99,7 @@ class Spool:
         clock: seconds since the epoch, as file times are.
 
     Raises:
-        OSError, KeyError: the folder cannot be made, or the group does not exist.
+        OSError, KeyError: the folder cannot be made, or is another user's and open to anyone, or no such group.
     """
 
     def __init__(self, settings: ServerSettings, *, shares: int = 1, clock: Callable[[], float] = time.time) -> None:
@@ -180,12 +181,13 @@ class Spool:
 
     def remove_orphans(self) -> list[str]:
         """Remove files nobody fetched for `orphan_age_s`, and torn ones; returns their names."""
-        edge = self._clock() - self._orphan_age_s
+        now_s = self._clock()
         with self._lock:
             busy = set(self._writing)
         removed: list[str] = []
         for file in self._files():
-            if file.modified_s < edge and file.rid not in busy:
+            age_s = min(self._orphan_age_s, _TORN_AGE_S) if file.suffix == TMP_SUFFIX else self._orphan_age_s
+            if file.modified_s < now_s - age_s and file.rid not in busy:
                 with contextlib.suppress(OSError):
                     file.path.unlink()
                     removed.append(file.path.name)
@@ -194,7 +196,11 @@ class Spool:
     # --- the folder ---------------------------------------------------------------------------------------------------
 
     def _make_folder(self) -> None:
-        if not self.folder.is_dir():
+        if self.folder.is_dir():
+            status = self.folder.stat()
+            if status.st_mode & 0o002 and status.st_uid not in (0, os.geteuid()):
+                raise PermissionError(f"{self.folder} belongs to user {status.st_uid} and anyone may write there")
+        else:
             self.folder.mkdir(parents=True)
             # A client removes what it has read, so the group's readers may write here; everyone else may only look.
             readable = self._mode & 0o444
@@ -245,12 +251,17 @@ class Spool:
 
     def _write_atomically(self, name: str, text: str) -> None:
         path = self.folder / f".{name}.{os.getpid()}.{threading.get_ident()}{TMP_SUFFIX}"
-        descriptor = self._create(path)
         try:
-            write_all(descriptor, text.encode())
-        finally:
-            os.close(descriptor)
-        path.rename(self.folder / name)
+            descriptor = self._create(path)
+            try:
+                write_all(descriptor, text.encode())
+            finally:
+                os.close(descriptor)
+            path.rename(self.folder / name)
+        except OSError:
+            with contextlib.suppress(OSError):  # its name is not a record's: nobody else would ever remove it
+                path.unlink()
+            raise
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

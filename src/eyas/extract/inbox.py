@@ -155,9 +155,11 @@ class Inbox:
             else:
                 continue
             found = True
-        for rid in [r for r in self._abandoned if f"{r}{RECORD_SUFFIX}" in names or f"{r}{FAILED_SUFFIX}" in names]:
-            self._drop(rid)
-            self._abandoned.discard(rid)
+        if self._abandoned:  # it may grow for as long as the run lives: look the names up, not the other way round
+            for rid in {name.removesuffix(RECORD_SUFFIX).removesuffix(FAILED_SUFFIX) for name in names}:
+                if rid in self._abandoned:
+                    self._drop(rid)
+                    self._abandoned.discard(rid)
         return found
 
     def _failure(self, rid: str) -> Failed:

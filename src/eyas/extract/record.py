@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -59,9 +61,15 @@ def open_record(
         reader's, who passes over the bytes anyway); or a failure named after the first claim that does not hold.
     """
     try:
-        with path.open("rb") as file:
+        # In a folder that others may write to, a link must not lead elsewhere nor a pipe make us wait.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return Failed("record-unreadable", "not a regular file")
             # Copy on write: torch wants writable memory, the file stays as it is.
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
     except ValueError:
         return Failed("record-damaged", "the file is empty")
     except OSError as error:

@@ -15,11 +15,13 @@ from eyas.errors import ConfigError, EngineError
 from eyas.extract.engine import CaptureRequest, Failed, Retry
 
 API_KEY_ENV: Final = "EYAS_API_KEY"  # what the settings do not give
+_KEEP_ALIVE_S: Final = 2.0
 _SHORT_TIMEOUT_S: Final = 15.0  # connecting, and questions that need no forward
 _INFO_PATHS: Final = ("/model_info", "/get_model_info")  # the newer name first; older releases know only the second
 _TOO_LONG: Final = ("is longer than the model", "exceeds the maximum allowed length", "maximum context length")
 _DUPLICATE: Final = "Duplicate request ID"
 _QUEUE_FULL: Final = "queue is full"
+_ROWS_FAULT: Final = (400, 413, 422)
 
 
 class ServerAway(EngineError):
@@ -52,9 +54,8 @@ class SGLangClient:
             auth=auth,
             verify=_verification(cfg),
             timeout=httpx.Timeout(cfg.timeout_s, connect=_SHORT_TIMEOUT_S, pool=None),
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=None
-            ),  # the caller's window bounds them
+            # The caller's window bounds them. The server drops an idle connection after 5 s: be sure to be first.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
             transport=transport,
             trust_env=False,  # a proxy for the web must not swallow requests to a server in the next rack
         )
@@ -69,7 +70,7 @@ class SGLangClient:
         for path in _INFO_PATHS:
             try:
                 response = await self._http.get(path, timeout=_SHORT_TIMEOUT_S)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 raise self.unreachable(error) from error
             self._check_authorised(response)
             if response.status_code >= 500:
@@ -103,7 +104,7 @@ class SGLangClient:
             response = await self._http.post("/generate", content=json.dumps(body, separators=(",", ":")))
         except httpx.TimeoutException as error:
             return Failed("reply-late", type(error).__name__, Retry.PROBE)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # a body that cannot be decoded is no TransportError
             return Failed("connection-lost", self._scrub(error), Retry.PROBE)
         self._check_authorised(response)
         if response.status_code != 200:
@@ -113,7 +114,7 @@ class SGLangClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    def unreachable(self, error: httpx.TransportError) -> EngineError:
+    def unreachable(self, error: httpx.RequestError) -> EngineError:
         """Why the transport failed, for a person."""
         match _tls_error(error):
             case ssl.SSLCertVerificationError():
@@ -147,9 +148,10 @@ def http_failure(status: int, message: str) -> Failed:
         return Failed("duplicate-rid", detail)
     if status == 429 or _QUEUE_FULL in message:
         return Failed("server-busy", detail, Retry.WAIT)
-    if status >= 500:
-        return Failed("server-error", detail, Retry.PROBE)
-    return Failed("bad-request", detail, Retry.NEVER)
+    if status in _ROWS_FAULT:
+        return Failed("bad-request", detail, Retry.NEVER)
+    # Anything else is not about the row: a server or gateway in trouble, or by now a stranger at that address.
+    return Failed("server-error", detail, Retry.PROBE)
 
 
 def read_reply(body: dict[str, Any]) -> CaptureReply | Failed:
@@ -184,8 +186,12 @@ def _parsed(url: str) -> httpx.URL:
 
 
 def _verification(cfg: ServerConfig) -> ssl.SSLContext | bool:
-    if not cfg.verify_tls or cfg.ca_file is None:
-        return cfg.verify_tls
+    if not cfg.verify_tls:
+        return False
+    if cfg.ca_file is None:
+        context = httpx.create_ssl_context()
+        context.load_default_certs()  # httpx knows the web's authorities; a company's are the system's
+        return context
     try:
         return ssl.create_default_context(cafile=str(cfg.ca_file))
     except (OSError, ssl.SSLError) as error:
