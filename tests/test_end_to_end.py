@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from servers import Server, sglang_server
-from sglang_cpu.models import tiny_deepseek_v3, tiny_llama
 
 from eyas.config import Config, load
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
@@ -25,6 +23,8 @@ from eyas.extract.runner import extract
 from eyas.extract.target import Target
 from eyas.store.reader import StoreReader
 from eyas.verify import verify
+from servers import Server, sglang_server
+from sglang_cpu.models import tiny_deepseek_v3, tiny_llama
 
 pytestmark = pytest.mark.sglang
 
@@ -145,9 +145,8 @@ def test_every_row_is_right_and_every_control_wrong(running: Running, tmp_path: 
     assert left == []
 
 
+@pytest.mark.parametrize("running", [CASES[2]], ids=str, indirect=True)  # one server is enough
 def test_a_second_run_on_the_same_server_resumes(running: Running, tmp_path: Path) -> None:
-    if running.case is not CASES[2]:
-        pytest.skip("one server is enough")
     vocab_size = Target.load(str(running.model)).vocab_size
     corpus = make_corpus(tmp_path / "corpus.parquet", vocab_size, seed=4)
     args = {"cfg": running.cfg, "model": str(running.model), "server": running.server.url}
@@ -156,9 +155,8 @@ def test_a_second_run_on_the_same_server_resumes(running: Running, tmp_path: Pat
     assert (first.rows_done, again.rows_now, again.rows_done) == (first.rows, 0, first.rows)
 
 
+@pytest.mark.parametrize("running", [CASES[2]], ids=str, indirect=True)  # one server is enough
 def test_a_server_of_another_model_is_refused_by_name(running: Running, tmp_path: Path) -> None:
-    if running.case is not CASES[2]:
-        pytest.skip("one server is enough")
     other = tiny_deepseek_v3(tmp_path / "other")
     corpus = make_corpus(tmp_path / "corpus.parquet", Target.load(str(other)).vocab_size, seed=5)
     with pytest.raises(EngineError, match="another model"):

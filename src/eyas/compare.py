@@ -9,7 +9,7 @@ included. The larger of the two counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,8 @@ TOLERANCE = {
     "f16": Tolerance(median=1e-2, worst=0.1, strays=0.02),
     "bf16": Tolerance(median=6e-2, worst=0.3, strays=0.02),
 }
+#: Strays where a router picks experts: half precision flips near ties, and such a token's states differ altogether.
+ROUTED_STRAYS = 0.2
 #: A control (a state that must not match) has to be this many times further away than the right one.
 SEPARATION = 3.0
 #: Dimensions up to this many times a token's median magnitude are ordinary.
@@ -60,6 +62,12 @@ class Distance:
         return self.median <= tolerance.median and self.bounded <= tolerance.worst
 
 
+def tolerance_for(dtype: str, routed: bool) -> Tolerance:
+    """The bounds for states stored in `dtype`, of a model with routed experts or without."""
+    known = TOLERANCE[dtype]
+    return replace(known, strays=ROUTED_STRAYS) if routed and known.strays else known
+
+
 def distance(stored: torch.Tensor, reference: torch.Tensor, strays: float = 0.0) -> Distance:
     """Distance of two [T, H] tensors of any float dtype. An empty pair is at distance 0.
 
@@ -74,7 +82,7 @@ def distance(stored: torch.Tensor, reference: torch.Tensor, strays: float = 0.0)
         raise ValueError(f"shapes differ: {tuple(stored.shape)} and {tuple(reference.shape)}")
     if not stored.numel():
         return Distance(0.0, 0.0, 0.0, 1.0)
-    mine, theirs = stored.float(), reference.float()
+    mine, theirs = stored.to(reference.device).float(), reference.float()
     size = theirs.abs()
     ordinary = size <= ORDINARY * size.median(dim=-1, keepdim=True).values
     error = torch.maximum(_relative(mine, theirs), _relative(mine * ordinary, theirs * ordinary))

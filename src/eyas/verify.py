@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from eyas.capture.contract import CaptureSpec
-from eyas.compare import TOLERANCE, Distance, distance, is_informative, rejects
+from eyas.compare import Distance, Tolerance, distance, is_informative, rejects, tolerance_for
 from eyas.config import ExtractConfig
 from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError, IntegrityError
@@ -32,6 +32,8 @@ from eyas.store.plan import Shard
 from eyas.store.reader import StoreReader, StoreRow
 
 LAST = "last"
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")  # config keys of models with a router
+_TORCH_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 @dataclass(slots=True)
@@ -171,6 +173,7 @@ def compare_with_model(
     if theirs.model and theirs.model != spec.model:
         raise ConfigError("the store was captured from another model", model, f"fingerprint {spec.model} in the store")
     network = load_model(target, device=cfg.device, dtype="f32")
+    tolerance = tolerance_for(coarsest_dtype(reader), any(target.config.get(key) for key in _EXPERTS))
     rows = sample_rows(len(reader), sample)
     result = Comparison()
     for index in track(rows, "recomputing", console=console, disable=not console.is_terminal):
@@ -179,18 +182,30 @@ def compare_with_model(
             {near for layer in spec.layers for near in (layer - 1, layer, layer + 1)} | {spec.num_layers - 1}
         )
         states, last = hidden_states(network, row.tokens.tolist(), [n for n in layers if n < spec.num_layers])
-        compare_row(row, spec, states, last, result)
+        compare_row(row, spec, tolerance, states, last, result)
     return result
 
 
+def coarsest_dtype(reader: StoreReader) -> str:
+    """The dtype that bounds what can be asked of the states: stored in, or computed in by any engine that wrote."""
+    ran = {_TORCH_NAMES.get(provenance.get("dtype", "")) for provenance in reader.provenance}
+    return next(dtype for dtype in ("bf16", "f16", "f32") if dtype in ran or dtype == reader.spec.dtype)
+
+
 def compare_row(
-    row: StoreRow, spec: CaptureSpec, states: Mapping[int, torch.Tensor], last: torch.Tensor, result: Comparison
+    row: StoreRow,
+    spec: CaptureSpec,
+    tolerance: Tolerance,
+    states: Mapping[int, torch.Tensor],
+    last: torch.Tensor,
+    result: Comparison,
 ) -> None:
     """Compare one stored row with recomputed states and add to `result`.
 
     Args:
         row: as stored.
         spec: the store's.
+        tolerance: what counts as equal.
         states: recomputed outputs [T, H] of the captured layers, of their neighbours (-1 is the embedding's output),
             and of the last layer.
         last: recomputed state after the final norm, [T, H].
@@ -200,11 +215,11 @@ def compare_row(
     for column, layer in enumerate(spec.layers):
         stored = row.aux[:, column]
         controls = {str(near): states[near] for near in (layer - 1, layer + 1) if near in states and near != layer}
-        _compare(result, row, str(layer), stored, states[layer], controls, spec)
+        _compare(result, row, str(layer), stored, states[layer], controls, tolerance)
     kept = row.last_index.long()
     if len(kept):
         controls = {"pre-norm": states[spec.num_layers - 1][kept]}
-        _compare(result, row, LAST, row.last, last[kept], controls, spec)
+        _compare(result, row, LAST, row.last, last[kept], controls, tolerance)
 
 
 def _compare(
@@ -214,9 +229,8 @@ def _compare(
     stored: torch.Tensor,
     reference: torch.Tensor,
     controls: Mapping[str, torch.Tensor],
-    spec: CaptureSpec,
+    tolerance: Tolerance,
 ) -> None:
-    tolerance = TOLERANCE[spec.dtype]
     right = distance(stored, reference, tolerance.strays)
     if not right.within(tolerance):
         result.mismatches.append(

@@ -7,6 +7,7 @@ loader = DataLoader(StoreDataset(reader, seed=0), batch_size=None, num_workers=4
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 from collections import OrderedDict
@@ -152,6 +153,12 @@ class StoreReader:
             raise StoreError("no complete shard yet", path, "let the extraction finish at least one")
         self.edges = np.cumsum([0, *(sidecar.ok_rows for _, sidecar in self._shards)])
         self._good_rows: dict[int, np.ndarray] = {}
+
+    @property
+    def provenance(self) -> list[dict[str, str]]:
+        """The distinct engines, versions and hosts that wrote rows."""
+        found = {json.dumps(p, sort_keys=True): p for _, sidecar in self._shards for p in sidecar.provenance}
+        return [dict(found[key]) for key in sorted(found)]
 
     @property
     def shards(self) -> int:
