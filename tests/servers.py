@@ -104,6 +104,7 @@ def sglang_server(
     dtype: str = "float32",
     flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    capture: bool = True,
     **settings: Any,
 ) -> Iterator[Server]:
     """Start the server, yield it when it answers, stop its whole process group at the end.
@@ -115,6 +116,7 @@ def sglang_server(
         dtype: computation dtype, `float32` or `bfloat16`; records are f32 or bf16 with it unless `settings` say else.
         flags: further SGLang flags.
         env: further environment; an empty EYAS_CAPTURE switches the plugin off.
+        capture: False is a plain server: no capture flags, the plugin off.
         settings: further keyword arguments of `serve_command` (last, quota_bytes, ...).
     """
     require_sglang()
@@ -132,10 +134,14 @@ def sglang_server(
         **settings,
     )
     log = folder / "server.log"
-    environment |= {**command.env, **(env or {})}
+    argv: Sequence[str] = command.argv
+    if not capture:
+        port_at = argv.index("--port") + 2
+        argv = [*argv[:port_at], *argv[argv.index(CPU_FLAGS[0]) :]]  # between them are the capture flags
+    environment |= {**(command.env if capture else {}), **(env or {})}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command.argv,
+            argv,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
