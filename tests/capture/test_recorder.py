@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -88,6 +89,24 @@ def ended(recorder: Recorder, row: int) -> Path:
                 return path
         time.sleep(0.005)
     raise AssertionError("neither record nor failure")
+
+
+def test_an_idle_writer_holds_nothing(make: Callable[..., Recorder]) -> None:
+    class Prompt(list[int]):
+        """A list that can be watched."""
+
+    recorder, owner = make(), Request()
+    aux, last, ids = states(6)
+    prompt = Prompt(ids.tolist())
+    watched = weakref.ref(prompt)
+    chunk = Chunk(rid(0), 0, 6, prompt, {SPEC_PARAM: recorder.spec_id, LAST_PARAM: []}, owner)
+    recorder.capture(chunk, aux, last, ids)
+    del prompt, chunk
+    ended(recorder, 0)
+    until = time.monotonic() + 2
+    while watched() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert watched() is None
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])

@@ -306,9 +306,12 @@ def test_layers_that_cannot_be_seen_are_not_vouched_for(plugin_module: ModuleTyp
 
 
 def _runner(model: Any, **server_args: Any) -> Any:
-    config = SimpleNamespace(num_hidden_layers=8)
     return SimpleNamespace(
-        is_draft_worker=False, model=model, model_config=config, server_args=SimpleNamespace(**server_args)
+        is_draft_worker=False,
+        model=model,
+        model_config=SimpleNamespace(num_hidden_layers=8),
+        spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        server_args=SimpleNamespace(**server_args),
     )
 
 
@@ -346,6 +349,16 @@ def test_forwards_split_in_ways_that_lose_rows_turn_capture_off(
     for made in (older, newer):
         assert made.recorder is None
         assert "cannot be captured under" in made.failure
+
+
+def test_a_server_with_a_draft_keeps_its_layers(plugin: Any) -> None:
+    """Others would notice: their drafts would be made from other layers than they were trained on."""
+    told: list[list[int]] = []
+    runner = _runner(SimpleNamespace(set_eagle3_layers_to_capture=told.append))
+    runner.spec_algorithm.is_none = lambda: False
+    plugin.before_attention_backends(runner)
+    assert told == []
+    assert "speculatively" in plugin.failure
 
 
 def test_layers_that_could_not_be_named_stay_off_when_the_model_is_loaded(

@@ -193,6 +193,7 @@ class Recorder:
                 self._fetch(lane, job)
             elif isinstance(job, _Finish):
                 self._write(job.record)
+            del job  # while the next one is awaited it would keep a whole chunk in device memory
             if tends_spool and self._clock() - tended_s > _IDLE_S:
                 tended_s = self._clock()
                 try:

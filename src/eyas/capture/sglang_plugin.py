@@ -93,6 +93,8 @@ class Plugin:
         try:
             if not runner.is_draft_worker:
                 check_parallel(runner.server_args)  # first: a model that cannot keep a layer dies in its first forward
+                if not runner.spec_algorithm.is_none():
+                    raise ValueError("a server that decodes speculatively keeps layers of its own for its drafts")
                 _set_layers(runner.model, self.settings.layers, int(runner.model_config.num_hidden_layers))
         except Exception as error:  # noqa: BLE001 - never raise into the server
             self._fail("layers", error)
