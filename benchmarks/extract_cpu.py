@@ -3,8 +3,8 @@
     make bench
 
 SmolLM2-135M in bf16 on the real SGLang 0.5.23 server. Two servers run side by side, one with the plugin and one as
-SGLang comes, without any capture flag; the three modes take turns, and figures are ratios to plain prefill of the same round. Both plain modes and
-the capture keep 16 requests in flight. Capture is end to end: from the first request to the last shard complete.
+SGLang comes, without any capture flag. The three modes take turns; figures are ratios to plain prefill of the same
+round. All keep 16 requests in flight. Capture is end to end: from the first request to the last shard complete.
 """
 
 from __future__ import annotations

@@ -107,6 +107,8 @@ class StoreWriter:
             raise ValueError("a store needs at least one row")
         info = StoreInfo(spec, {**corpus, "digest": str(corpus["digest"])}, shard_bytes, plan)
         with disk_errors(folder):
+            if folder.exists() and not folder.is_dir():
+                raise StoreError("not a folder", folder, "name one to keep the store in")
             if not dry:
                 folder.mkdir(parents=True, exist_ok=True)
             path = folder / STORE_FILE

@@ -1,0 +1,186 @@
+"""What a person sees: one message, the right exit code, and nothing half done."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+import eyas
+from eyas.cli import app
+from eyas.data.corpus import CorpusMeta, CorpusWriter
+from servers import free_port
+from sglang_cpu.models import tiny_llama
+
+
+def run(*args: object) -> Result:
+    result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, [str(arg) for arg in args])
+    assert "Traceback" not in result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    rows = [
+        {"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"Hello {n} there"}]}
+        for n in range(6)
+    ]
+    rows.append({"conversations": [{"role": "user", "content": "no answer"}]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "corpus.parquet"
+    meta = CorpusMeta(model=str(model), tokenizer_hash="0" * 32, template_hash="0" * 32, vocab_size=1024)
+    with CorpusWriter(path, meta) as writer:
+        for row in range(4):
+            writer.add(str(row), np.arange(10, 20 + row), np.ones(10 + row, np.uint8))
+    return path
+
+
+def test_the_whole_way_by_commands(chats: Path, model: Path, tmp_path: Path) -> None:
+    corpus, store = tmp_path / "c.parquet", tmp_path / "store"
+    prepared = run("prepare", chats, "--model", model, "--out", corpus, "--show", 1)
+    assert prepared.exit_code == 0, prepared.output
+    assert "kept 6, dropped 1" in prepared.output
+    assert "prompt-only" in prepared.output
+    planned = run("extract", corpus, store, "--plan", "--set", "store.reserve_bytes=0")
+    assert planned.exit_code == 0, planned.output
+    assert "6" in planned.output
+    assert not store.exists()
+    extracted = run("extract", corpus, store, "--set", "store.reserve_bytes=0")
+    assert extracted.exit_code == 0, extracted.output
+    assert "6 of 6 stored" in extracted.output
+    checked = run("verify", store, "--corpus", corpus, "--against", model, "--sample", 0)
+    assert checked.exit_code == 0, checked.output
+    assert "0 mismatches" in checked.output
+    told = run("store", "info", store)
+    assert told.exit_code == 0
+    assert "6 good, 0 failed" in told.output
+    (tmp_path / "other").mkdir()
+    moved = run("store", "move", store, "--to", tmp_path / "other")
+    assert (moved.exit_code, "moved" in moved.output) == (0, True)
+    assert run("verify", store).exit_code == 0
+
+
+def test_failed_rows_exit_with_3_and_say_how_to_retry(corpus: Path, tmp_path: Path) -> None:
+    sets = ("--set", "extract.engine=fake", "--set", "store.reserve_bytes=0", "--set", "fake.failing_rows=[2]")
+    result = run("extract", corpus, tmp_path / "store", *sets)
+    assert result.exit_code == 3
+    assert "1 x made-to-fail" in result.output
+    assert "--retry-failed" in result.output
+    again = run("extract", corpus, tmp_path / "store", *sets[:4], "--retry-failed")
+    assert (again.exit_code, "4 of 4 stored, 0 failed" in again.output) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (("prepare", "absent.jsonl", "--model", "{model}"), 2, "absent.jsonl"),
+        (("prepare", "{empty}", "--model", "{model}"), 2, "empty corpus"),
+        (("prepare", "{empty}", "--model", "no/such-model-anywhere"), 2, "no/such-model-anywhere"),
+        (("extract", "absent.parquet", "{tmp}/s"), 2, "absent.parquet"),
+        (("extract", "{empty}", "{tmp}/s"), 2, "not a corpus"),
+        (("extract", "{corpus}", "{tmp}/s", "--set", "extract.atempts=1"), 2, "extract.attempts"),
+        (("extract", "{corpus}", "{tmp}/s", "--config", "absent.yaml"), 2, "absent.yaml"),
+        (("extract", "{corpus}", "{tmp}/s", "--server", "nonsense"), 2, "nonsense"),
+        (("extract", "{corpus}", "{tmp}/s", "--server", "http://127.0.0.1:{port}"), 3, "eyas serve"),
+        (("extract", "{corpus}", "{empty}"), 5, "{empty}"),
+        (("verify", "{tmp}"), 5, "no store"),
+        (("store", "info", "{tmp}/absent"), 5, "absent"),
+        (("store", "move", "{tmp}", "--to", "{tmp}"), 5, "no store"),
+        (("serve", "no/such-model-anywhere"), 2, "no/such-model-anywhere"),
+        (("serve", "{model}", "--set", "capture.layers=[3, 1]"), 2, "ascending"),
+        (("serve", "{model}", "--set", "serve.sglang_version=0.5.3"), 2, "0.5.17"),
+    ],
+)
+def test_each_error_is_one_message_with_its_exit_code(
+    words: tuple[str, ...], code: int, expected: str, corpus: Path, model: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    names = {"model": model, "empty": empty, "tmp": tmp_path, "corpus": corpus, "port": free_port()}
+    before = sorted(tmp_path.rglob("*"))
+    result = run(*(word.format(**names) for word in words))
+    assert result.exit_code == code, result.output
+    assert expected.format(**names) in result.output
+    assert result.output.count("error ") == 1
+    assert sorted(tmp_path.rglob("*")) == before, "an error must leave nothing behind"
+
+
+@pytest.fixture
+def other_server() -> Iterator[str]:
+    """An HTTP server that is no SGLang."""
+    handler = http.server.SimpleHTTPRequestHandler
+    handler.log_message = lambda *_: None  # type: ignore[method-assign]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_a_server_that_is_not_sglang(other_server: str, corpus: Path, tmp_path: Path) -> None:
+    result = run("extract", corpus, tmp_path / "store", "--server", other_server)
+    assert result.exit_code == 3
+    assert "SGLang" in result.output
+    assert not (tmp_path / "store").exists()
+
+
+def test_serve_prints_one_line_to_paste(model: Path) -> None:
+    result = run("serve", model, "--port", 31000, "--tp", 8, "--set", "serve.sglang_version=0.5.23")
+    assert result.exit_code == 0, result.output
+    (line,) = result.output.strip().splitlines()
+    assert line.startswith("EYAS_CAPTURE=")
+    assert line.endswith("--tp 8")
+    assert "--return-aux-hidden-state-layer-ids 1 3 4" in line
+
+
+def test_the_door_opens_on_every_name() -> None:
+    for name in eyas.__all__:
+        assert getattr(eyas, name) is not None
+    with pytest.raises(AttributeError):
+        _ = eyas.nothing  # type: ignore[attr-defined]
+    assert set(eyas.__all__) <= set(dir(eyas))
+
+
+def test_import_is_quick_and_free_of_torch() -> None:
+    code = "import sys, eyas; print([m for m in ('torch', 'numpy', 'pydantic', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert cpu_seconds("-c", "import eyas") < 0.2
+
+
+def test_help_is_quick_and_free_of_torch() -> None:
+    code = "import sys, eyas.cli; print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert cpu_seconds("-m", "eyas", "--help") < 0.5
+
+
+def cpu_seconds(*arguments: str) -> float:
+    """CPU time of Python with these arguments, the least of three runs: wall time would measure the neighbours too."""
+
+    def once() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    return min(once() for _ in range(3))
