@@ -72,7 +72,7 @@ def _first_line(section: type[BaseModel]) -> str:
 
 def _cell(value: object) -> str:
     if not isinstance(value, float):
-        return str(value)
+        return "" if value is None else str(value)
     return f"{value:,.4g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
