@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -9,10 +10,13 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +26,10 @@ from rich.console import Console
 from eyas.config import Config, load
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
 from eyas.errors import ConfigError, EngineError, StoreError
+from eyas.extract.build import Job
 from eyas.extract.runner import Summary, extract, plan
+from eyas.extract.worker import Report
+from eyas.extract.workers import Work
 from eyas.store.check import verify_store
 from eyas.store.reader import StoreReader
 
@@ -165,6 +172,214 @@ def test_a_signal_drains_and_the_same_command_resumes(
     assert digests(store) == reference
 
 
+def wait_for(condition: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("pause_s", [0, 0.5])
+def test_a_signal_to_the_whole_group_while_workers_start(
+    corpus: Path, tmp_path: Path, number: signal.Signals, workers: int, pause_s: float
+) -> None:
+    """As a terminal, systemd or Slurm sends it: every process has it, some of them before their first own line."""
+    store = tmp_path / "store"
+    process = subprocess.Popen(
+        command(corpus, store, "fake.delay_s=0.3", "extract.window_requests=1", workers=workers),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(lambda: list(store.glob("events/*.jsonl")))
+    time.sleep(pause_s)
+    os.killpg(process.pid, number)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    assert "Traceback" not in text
+    (log,) = store.glob("events/*.jsonl")
+    end = json.loads(log.read_text().splitlines()[-1])
+    assert (end["event"], end["stopped"]) == ("end", True)
+    assert end["rows_done"] < 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_server_is_asked(corpus: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with silent_server() as url:
+        args = [sys.executable, "-m", "eyas", "extract", str(corpus), str(tmp_path / "store"), "--server", url[0]]
+        process = subprocess.Popen(
+            [*args, "--model", str(model_folder(tmp_path / "model"))], stderr=subprocess.PIPE, text=True
+        )
+        wait_for(lambda: url[1:])  # it has connected
+        process.send_signal(number)
+        _, text = process.communicate(timeout=10)
+    assert process.returncode == 130, text
+    assert "Traceback" not in text
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_stop_while_the_engine_starts_is_not_forgotten(corpus: Path, tmp_path: Path) -> None:
+    cfg = load(overrides=SETTINGS[1:])
+    with silent_server() as url:
+        job = Job(corpus, tmp_path / "store", str(model_folder(tmp_path / "model")), url[0], cfg, "session0")
+        work = Work(job, 1, lambda report: None, lambda used: None)
+        thread = threading.Thread(target=work.run)
+        thread.start()
+        wait_for(lambda: url[1:])
+        work.stop()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def test_a_stop_before_the_start_starts_nothing(corpus: Path, tmp_path: Path) -> None:
+    job = Job(corpus, tmp_path / "store", "made-up", None, load(overrides=SETTINGS), "session0")
+    reports: list[Report] = []
+    work = Work(job, 1, reports.append, lambda used: None)
+    work.stop()
+    work.run()
+    assert reports == []
+
+
+@contextlib.contextmanager
+def silent_server() -> Iterator[list[str]]:
+    """Accepts and never answers. Its URL, and an entry more for each client."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        told = [f"http://127.0.0.1:{server.getsockname()[1]}"]
+        clients = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    clients.append(server.accept()[0])
+                    told.append("client")
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield told
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for client in clients:
+                client.close()
+
+
+def model_folder(folder: Path) -> Path:
+    """A target's config, without weights."""
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 32,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 2,
+        "vocab_size": 1000,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def worker_pids(process: subprocess.Popen) -> list[int]:
+    """The worker processes of a run."""
+    text = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return [pid for pid in map(int, text.split()) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_worker_killed_among_others_is_an_error_and_no_hang(
+    corpus: Path, tmp_path: Path, reference: dict[str, str]
+) -> None:
+    store = tmp_path / "store"
+    process = subprocess.Popen(
+        command(corpus, store, "fake.delay_s=0.1", "extract.window_requests=2", workers=3),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_rows(store, process)
+    os.kill(worker_pids(process)[0], signal.SIGKILL)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 3, text
+    assert "eyas-worker-0 was killed by SIGKILL" in text
+    assert "Traceback" not in text
+    assert run(corpus, store).complete
+    assert digests(store) == reference
+
+
+def test_stop_on_failure_stops_the_other_workers(corpus: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    settings = ["fake.failing_rows=[0]", "extract.on_failure=stop", "fake.delay_s=0.2", "extract.window_requests=1"]
+    with pytest.raises(EngineError, match="row 0 failed"):
+        run(corpus, store, *settings, "store.shard_bytes=300kB", workers=2)
+    (log,) = store.glob("events/*.jsonl")
+    assert json.loads(log.read_text().splitlines()[-1])["rows_done"] < 40
+
+
+def test_more_workers_than_shards(corpus: Path, tmp_path: Path) -> None:
+    summary = run(corpus, tmp_path / "store", "store.shard_bytes=1GB", workers=3)
+    assert (summary.rows_done, summary.complete) == (120, True)
+
+
+def test_a_run_in_another_thread(corpus: Path, tmp_path: Path) -> None:
+    """Signals are the main thread's, and stay with whoever has them."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run, corpus, tmp_path / "store").result().complete
+
+
+def test_two_runs_at_once_share_the_work_and_the_last_says_done(
+    corpus: Path, tmp_path: Path, reference: dict[str, str]
+) -> None:
+    store = tmp_path / "store"
+    both = [
+        subprocess.Popen(
+            command(corpus, store, "fake.delay_s=0.1", "extract.window_requests=2"), stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    texts = [process.communicate(timeout=60)[1] for process in both]
+    assert sorted(process.returncode for process in both) in ([0, 5], [0, 0]), texts
+    assert all("leased" in text for process, text in zip(both, texts, strict=True) if process.returncode)
+    assert digests(store) == reference
+    ends = [json.loads(log.read_text().splitlines()[-1]) for log in store.glob("events/*.jsonl")]
+    assert max(ends, key=lambda event: event["t"])["rows_done"] == 120
+
+
+def test_a_shard_renamed_but_without_its_sidecar_counts_as_done(
+    corpus: Path, tmp_path: Path, reference: dict[str, str]
+) -> None:
+    store = tmp_path / "store"
+    run(corpus, store)
+    (store / "shard-00000.json").unlink()
+    again = run(corpus, store)
+    assert (again.rows_now, again.rows_done, again.complete) == (0, 120, True)
+    name = "shard-00000.safetensors"
+    assert digests(store)[name] == reference[name]
+
+
+def test_retry_failed_also_in_a_shard_that_is_still_open(
+    corpus: Path, tmp_path: Path, reference: dict[str, str]
+) -> None:
+    store = tmp_path / "store"
+    process = subprocess.Popen(
+        command(corpus, store, "fake.delay_s=0.1", "extract.window_requests=2", "fake.failing_rows=[0, 2]"),
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for(lambda: b'"row":3' in b"".join(path.read_bytes() for path in store.glob("*.journal")))
+    process.kill()
+    process.wait()
+    filled = run(corpus, store, retry_failed=True)
+    assert (filled.rows_done, filled.failed) == (120, 0)
+    assert 0 < filled.rows_now < 120
+    assert digests(store) == reference
+
+
+def test_a_log_that_cannot_be_opened_fails_nobody(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "events").write_text("no folder")
+    assert run(corpus, tmp_path / "store").complete
+
+
 def test_a_complete_store_is_reused(corpus: Path, tmp_path: Path) -> None:
     run(corpus, tmp_path / "store")
     again = run(corpus, tmp_path / "store")
@@ -215,7 +430,20 @@ def test_what_cannot_fit_is_refused_before_anything_is_written(corpus: Path, tmp
         planned.check(tmp_path / "store")
     with pytest.raises(StoreError, match="not enough disk"):
         run(corpus, tmp_path / "store", *huge)
-    assert not list(tmp_path.glob("store/*.part"))
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_the_disk_has_not_given_yet_is_still_to_write(corpus: Path, tmp_path: Path) -> None:
+    """A part that was made and not filled: its maker was killed, or the file system cannot reserve."""
+    store, cfg = tmp_path / "store", load(overrides=SETTINGS)
+    run(corpus, store)
+    shard = store / "shard-00000.safetensors"
+    size = shard.stat().st_size
+    shard.unlink()
+    shard.with_name(f"{shard.name}.part").touch()
+    assert plan(corpus, store, cfg=cfg).missing == size
+    os.truncate(shard.with_name(f"{shard.name}.part"), size)
+    assert plan(corpus, store, cfg=cfg).missing == size
 
 
 @pytest.fixture
@@ -273,6 +501,7 @@ def test_a_row_longer_than_the_engine_admits_is_refused_at_plan(corpus: Path, tm
     with pytest.raises(ConfigError, match="longer than the engine admits") as caught:
         run(corpus, tmp_path / "store", "fake.max_row_tokens=100")
     assert "prepare.max_tokens=100" in caught.value.hint
+    assert not (tmp_path / "store").exists()  # it would be a store of the corpus that must be made anew
 
 
 def test_failed_rows_are_marked_skipped_and_filled_later(

@@ -186,18 +186,18 @@ def _run(
         engine=job.engine,
         provenance=dict(info.provenance),
     )
-    _count_complete(summary, writer, corpus)
-    view = RunView(console, _snapshot(summary, info))
-    desk = _Desk(summary, view, log)
     began_s = time.monotonic()
     try:
+        _count_complete(summary, writer, corpus)
+        view = RunView(console, _snapshot(summary, info))
+        desk = _Desk(summary, view, log)
         with view:
             if workers == 1:
                 work_here(job, signals, desk.news, desk.tick)
             else:
                 work_in_processes(job, workers, signals, desk.news, desk.tick)
-        summary.stopped = signals.stopped
-    except BaseException:
+    except BaseException as error:
+        signals.stopped |= isinstance(error, KeyboardInterrupt)
         # A manifest that cannot be written either must not hide what ended the run; the next session writes it.
         with signals.heard_by(lambda: None), contextlib.suppress(EyasError):
             writer.write_manifest()
@@ -207,7 +207,7 @@ def _run(
             summary.bytes = _count_complete(summary, writer, corpus)
             writer.write_manifest()
     finally:
-        summary.seconds = time.monotonic() - began_s
+        summary.seconds, summary.stopped = time.monotonic() - began_s, signals.stopped
         log.emit(
             "end",
             rows_done=summary.rows_done,

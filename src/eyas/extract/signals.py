@@ -51,7 +51,10 @@ class StopSignals:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Both signals wait until the end of the block. Processes started within never see them: they inherit the mask."""
+    """Processes started within never see the two signals: they inherit this thread's mask, which is lifted at the end.
+
+    (This process may see them: the kernel gives them to any of its threads.)
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -148,6 +148,7 @@ class _Crew:
         self._processes: list[BaseProcess] = []
         self._links: list[Connection] = []
         self._errors: list[EyasError] = []
+        self._stops = self._told = 0
 
     def start(self, workers: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -164,13 +165,17 @@ class _Crew:
                 self._processes.append(process)
 
     def stop(self) -> None:
-        for link in list(self._links):
-            with contextlib.suppress(OSError):  # that one has just ended
-                link.send(None)
+        """For signal handlers: `listen` passes it on, so that a worker that is just being started hears it too."""
+        self._stops += 1
 
     def listen(self) -> None:
         """Take messages until every process has ended."""
         while self._links:
+            while self._told < self._stops:
+                self._told += 1
+                for link in self._links:
+                    with contextlib.suppress(OSError):  # that one has just ended
+                        link.send(None)
             for link in connection.wait(self._links, REFRESH_S):
                 assert isinstance(link, Connection)
                 try:
