@@ -25,6 +25,14 @@ def test_the_rate_is_that_of_the_window_not_of_the_run() -> None:
     assert meter.rate(599) == pytest.approx(1000, rel=0.02)
 
 
+def test_thousands_of_short_rows_a_second_cost_the_meter_no_more() -> None:
+    meter = RateMeter(window_s=60)
+    for row in range(200_000):
+        meter.add(row / 2000, 7)
+    assert meter.rate(100) == pytest.approx(14_000, rel=0.01)
+    assert len(meter._done) <= 602
+
+
 def test_start_up_does_not_count() -> None:
     """A server that compiles for 75 s before its first reply is no slower for it."""
     meter = RateMeter()
@@ -79,6 +87,23 @@ def test_plain_lines_when_not_a_terminal() -> None:
     words = lines[0].split("left")[0].split()
     assert words == ["40.0%", "rows", "3/10", "tokens", "400/1,000", "speed", "40", "tokens/s"]
     assert re.search(r"left 15s \(\d+s to \d+s\)  failed 1  spool 1.0 MiB$", lines[0])
+
+
+def test_the_panel_is_drawn_four_times_a_second_however_many_rows_come() -> None:
+    drawn: list[float] = []
+    clock = Clock()
+
+    class Counting(RunView):
+        def _panel(self):
+            drawn.append(clock.now)
+            return super()._panel()
+
+    view = Counting(Console(file=io.StringIO(), force_terminal=True), Snapshot(10_000, 0, 10_000, 0), clock)
+    with view:
+        for row in range(1, 1001):
+            clock.now = row / 500
+            view.update(rows_done=row, tokens_done=row)
+    assert len(drawn) in (8, 9)
 
 
 def test_resumed_rows_are_progress_but_not_speed() -> None:

@@ -263,3 +263,18 @@ def test_states_that_are_not_finite_are_refused(corpus: Corpus, tmp_path: Path, 
     failures = [report.failure for report in bench.reports if report.failure]
     assert [(row, reason) for row, reason, _ in failures] == [(7, "not-finite")]
     assert bench.rows == ROWS - 1
+
+
+def test_a_row_group_is_decoded_once_however_many_shards_lie_in_it(corpus: Corpus, tmp_path: Path) -> None:
+    class Counting(Corpus):
+        reads = 0
+
+        def _read(self, number: int):
+            type(self).reads += 1
+            return super()._read(number)
+
+    counting = Counting.open(corpus.path)
+    bench = Bench(counting, tmp_path, FakeEngine(SPEC), shards=6)
+    bench.run()
+    assert len(bench.store.plan.shards) >= 6
+    assert (bench.rows, Counting.reads) == (ROWS, 1)
