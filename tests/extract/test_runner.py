@@ -21,7 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from tiny_models import llama
 
 from eyas.config import Config, load
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
@@ -502,6 +504,24 @@ def test_a_row_longer_than_the_engine_admits_is_refused_at_plan(corpus: Path, tm
         run(corpus, tmp_path / "store", "fake.max_row_tokens=100")
     assert "prepare.max_tokens=100" in caught.value.hint
     assert not (tmp_path / "store").exists()  # it would be a store of the corpus that must be made anew
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_transformers_in_process_with_and_without_weights_to_fingerprint(tmp_path: Path, name: str) -> None:
+    model = llama(num_hidden_layers=8, vocab_size=1000)
+    model.save_pretrained(tmp_path / "model")
+    if name.endswith(".bin"):
+        (tmp_path / "model" / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / "model" / name)
+    corpus, cfg = make_corpus(tmp_path / "corpus.parquet", rows=5), load(overrides=["store.reserve_bytes=0"])
+    (console, folder) = Console(file=io.StringIO()), tmp_path / "store"
+    lengths = Corpus.open(corpus).n_tokens
+    assert lengths.max() < 512
+    planned = plan(corpus, folder, cfg=cfg, model=str(tmp_path / "model"))
+    assert (planned.max_row_tokens, planned.rows) == (512, 5)
+    for expected in (5, 0):
+        summary = extract(corpus, folder, cfg=cfg, model=str(tmp_path / "model"), console=console)
+        assert (summary.rows_now, summary.rows_done, summary.failed) == (expected, 5, 0)
 
 
 def test_failed_rows_are_marked_skipped_and_filled_later(

@@ -111,8 +111,10 @@ def static_info(job: Job) -> EngineInfo | None:
     """
     match job.engine:
         case "hf":
-            spec = target_spec(_target(job), job.cfg)
-            return EngineInfo(spec) if spec.model else None
+            target = _target(job)
+            spec = target_spec(target, job.cfg)
+            longest = target.config.get("max_position_embeddings")
+            return EngineInfo(spec, max_row_tokens=longest or None) if spec.model else None
         case "fake":
             spec = fake_spec(job.cfg, Corpus.open(job.corpus))
             return EngineInfo(spec, max_row_tokens=job.cfg.fake.max_row_tokens)
