@@ -138,6 +138,10 @@ def test_an_older_server_gets_the_two_further_hooks(plugin_module: ModuleType, m
         ["TpModelWorker", "get_worker_info"],
         ["TpModelWorker", "forward_batch_generation"],
         ["SchedulerOutputStreamer", "stream_output"],
+        *(
+            ["SchedulerWeightUpdaterManager", f"update_weights_from_{w}"]
+            for w in ("disk", "distributed", "tensor", "ipc")
+        ),
         ["ModelRunner", "init_attention_backends"],
         ["LogitsProcessor", "forward"],
     ]
@@ -229,6 +233,20 @@ def test_nothing_is_ever_raised_into_the_server(plugin: Any, which: Any) -> None
     assert plugin.after_forward(None, WORKER, which) is None
     assert plugin.after_worker_info((), SimpleNamespace(), which) is None
     assert plugin.before_attention_backends(SimpleNamespace()) is None
+
+
+def test_replaced_weights_end_capture_in_the_middle_of_a_prompt(plugin: Any) -> None:
+    request, accepted = Request(RID, 10, plugin.recorder.spec_id), Request(RID[:-1] + "1", 4, plugin.recorder.spec_id)
+    recorder = plugin.recorder
+    forward(plugin, batch((request, 0, 6), (accepted, 0, 4)))
+    assert plugin.before_weights_change(object(), object()) is None
+    forward(plugin, batch((request, 6, 10)))
+    assert reply(request)["reason"] == "plugin-error"
+    assert "weights were replaced" in reply(request)["detail"]
+    plugin.after_worker_info((0, 0, 0, 0, 0, 100), _worker(_Model(kept=[2, 4])))
+    assert plugin.recorder is None
+    recorder.close()
+    assert [path.name for path in recorder.spool.folder.iterdir()] == [f"{accepted.rid}.safetensors"]
 
 
 def test_a_draft_worker_is_ignored(plugin: Any) -> None:

@@ -407,6 +407,17 @@ def test_no_refusal_was_a_plugin_error(server: Server, tight_server: Server) -> 
         assert "logged once" not in running.log.read_text(errors="replace")
 
 
+def test_replaced_weights_end_capture(server: Server, model: Path) -> None:
+    """The last test: this server captures nothing any more. Other requests go on."""
+    body = {"model_path": str(model)}
+    answer = httpx.post(f"{server.url}/update_weights_from_disk", json=body, timeout=60).json()
+    assert answer["success"], answer
+    (reply,) = capture(server, some_tokens(16, 20), [], new_rid())["eyas"]
+    assert (reply["status"], reply["reason"]) == ("refused", "plugin-error")
+    assert "weights were replaced" in reply["detail"]
+    assert len(server.generate(input_ids=[7, 8, 9], sampling_params={"max_new_tokens": 3})["output_ids"]) > 0
+
+
 def _clean(server: Server) -> None:
     for path in server.spool.iterdir():
         if path.name != SPEC_FILE:

@@ -57,7 +57,7 @@ def test_a_failure_note_is_the_failure_and_is_removed(tmp_path: Path) -> None:
     note = put(tmp_path, f"{rid(1)}.failed", json.dumps({"reason": "write-failed", "detail": "disk full"}))
     inbox = Inbox(tmp_path)
     (result,) = asyncio.run(wait_all(inbox, inbox.wait(rid(1), 5)))
-    assert result == Failed("write-failed", "disk full", Retry.ATTEMPT)
+    assert result == Failed("write-failed", "disk full", Retry.PROBE)
     assert not note.exists()
 
 

@@ -399,6 +399,27 @@ def test_reprobe_waits_for_a_server_that_restarts(server: PluginServer) -> None:
     assert next(answers, None) is None
 
 
+@pytest.mark.parametrize("reason", ["plugin-error", "write-failed", "no-states"])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_what_fails_every_row_ends_the_run_and_what_fails_one_does_not(
+    reason: str, everywhere: bool, server: PluginServer
+) -> None:
+    """Capture switched off, a full disk: without the probe each row of the corpus would be recorded as failed."""
+    server.faults_hit_probes = everywhere
+
+    async def work(engine: SGLangEngine) -> None:
+        server.reply = lambda word: word | {"status": "refused", "reason": reason, "detail": "why"}
+        failed = await engine.capture(request())
+        assert failed == Failed(reason, "why", Retry.PROBE)
+        await engine.reprobe()
+
+    if everywhere:
+        with pytest.raises(EngineError, match=f"{reason}.*why"):
+            with_engine(engine_of(server), work)
+    else:
+        with_engine(engine_of(server), work)
+
+
 def test_callers_that_fail_together_share_one_probe(server: PluginServer) -> None:
     async def work(engine: SGLangEngine) -> int:
         await asyncio.gather(*(engine.reprobe() for _ in range(16)))

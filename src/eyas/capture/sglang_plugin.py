@@ -6,6 +6,7 @@ nothing. No source is patched. Hooks, all on releases 0.5.17 to 0.5.23:
     AFTER   TpModelWorker.get_worker_info            model and pools exist: make spec and spool, write spec.json
     AFTER   TpModelWorker.forward_batch_generation   slice the rows of own requests, answer on the request
     AROUND  SchedulerOutputStreamer.stream_output    own and other requests' outputs go out separately
+    BEFORE  SchedulerWeightUpdaterManager.update_*   other weights than agreed on: capture ends
 
 and where the server cannot keep the state after the final norm itself (before 0.5.23):
 
@@ -55,6 +56,8 @@ _MAX_REQ_INPUT_LEN: Final = 5  # position in get_worker_info's tuple, the same o
 _WORKER: Final = "sglang.srt.managers.tp_worker.TpModelWorker"
 _RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
 _LOGITS: Final = "sglang.srt.layers.logits_processor.LogitsProcessor"
+_UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_WEIGHT_SOURCES: Final = ("disk", "distributed", "tensor", "ipc")
 _STREAMER: Final = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 #: From 0.5.23 the server's own flags bring the last state; before, our hooks attach it under the same name.
@@ -70,6 +73,9 @@ def register() -> None:
     HookRegistry.register(f"{_WORKER}.get_worker_info", plugin.after_worker_info, HookType.AFTER)
     HookRegistry.register(f"{_WORKER}.forward_batch_generation", plugin.after_forward, HookType.AFTER)
     HookRegistry.register(f"{_STREAMER}.stream_output", around_stream_output, HookType.AROUND)
+    for source in _WEIGHT_SOURCES:
+        target = f"{_UPDATER}.update_weights_from_{source}"
+        HookRegistry.register(target, plugin.before_weights_change, HookType.BEFORE)
     if not SERVER_KEEPS_LAST:
         HookRegistry.register(f"{_RUNNER}.init_attention_backends", plugin.before_attention_backends, HookType.BEFORE)
         HookRegistry.register(f"{_LOGITS}.forward", attach_last, HookType.AFTER)
@@ -122,6 +128,13 @@ class Plugin:
                 self._capture(result, batch)
         except Exception as error:  # noqa: BLE001 - never raise into the server
             self._log_once("forward", error)
+
+    def before_weights_change(self, *_: Any, **__: Any) -> None:
+        """Whatever comes of it, the agreement names the weights of before; records already accepted are of those."""
+        if self.recorder is not None:
+            logger.warning("eyas: the weights are being replaced: capture ends")
+        self.recorder, self._failed = None, True
+        self.failure = "capture is off: the weights were replaced in the running server; restart it"
 
     # --- capture ------------------------------------------------------------------------------------------------------
 

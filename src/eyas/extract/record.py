@@ -38,8 +38,9 @@ RETRY: Final[Mapping[Refusal, Retry]] = {
     Refusal.SPEC_DIFFERS: Retry.PROBE,  # the server came back with other settings: the probe says which
     Refusal.BAD_REQUEST: Retry.NEVER,
     Refusal.NO_STATES: Retry.PROBE,
-    Refusal.WRITE_FAILED: Retry.ATTEMPT,
-    Refusal.PLUGIN_ERROR: Retry.ATTEMPT,
+    # Either may be the row's or the server's: where a probe meets it too, no further row need fail of it.
+    Refusal.WRITE_FAILED: Retry.PROBE,
+    Refusal.PLUGIN_ERROR: Retry.PROBE,
 }
 
 
