@@ -80,3 +80,35 @@ def test_the_api_key_never_shows() -> None:
     assert "hunter2" not in repr(cfg)
     assert "hunter2" not in str(cfg.model_dump())
     assert "hunter2" not in cfg.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"), [("1,2", (1, 2)), ("[1, 2]", (1, 2)), ("3", (3,)), ("'1 2'", (1, 2)), ("null", None)]
+)
+def test_layers_may_be_written_as_people_do(text: str, layers: tuple[int, ...] | None) -> None:
+    assert load(overrides=[f"capture.layers={text}"]).capture.layers == layers
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GiB", 2 << 30), ("500MB", 500_000_000), ("1_000", 1000), ("1.5 kib", 1536)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert load(overrides=[f"store.shard_bytes={text}"]).store.shard_bytes == size
+
+
+@pytest.mark.parametrize("text", ["10foo", "lots", "GiB", "-1GiB"])
+def test_a_bad_size_says_what_one_looks_like(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"2GiB|greater than 0"):
+        load(overrides=[f"store.shard_bytes={text}"])
+
+
+def test_text_is_taken_as_typed() -> None:
+    """YAML would read 0660 as the number 432."""
+    assert load(overrides=["serve.spool_mode=0660"]).serve.spool_mode == "0660"
+    assert load(overrides=["server.api_key=123"]).server.api_key is not None
+
+
+def test_an_empty_section_is_an_empty_section(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("serve:\n#  quota_bytes: 1GiB\n")
+    assert load(path, ["serve.python=python3"]).serve.python == "python3"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from eyas.extract.runner import extract as extract_states
     from eyas.extract.runner import plan as plan_extraction
     from eyas.serve import serve_command
+    from eyas.store.documents import describe_store
     from eyas.store.move import move_shards
     from eyas.store.reader import StoreDataset, StoreReader
     from eyas.store.writer import StoreWriter
@@ -44,6 +45,7 @@ _HOME = {
     "StoreError": "errors",
     "StoreReader": "store.reader",
     "StoreWriter": "store.writer",
+    "describe_store": "store.documents",
     "extract_states": "extract.runner:extract",
     "load_config": "config:load",
     "move_shards": "store.move",
@@ -67,6 +69,7 @@ __all__ = [
     "StoreError",
     "StoreReader",
     "StoreWriter",
+    "describe_store",
     "extract_states",
     "load_config",
     "move_shards",

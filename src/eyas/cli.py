@@ -98,7 +98,7 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="The target: a folder or hub id.")],
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
-    quota: Annotated[str, typer.Option(help="Most bytes of records waiting in the spool.")] = "8GiB",
+    quota: Annotated[str | None, typer.Option(help="Most bytes waiting in the spool, such as 16GiB.")] = None,
     run: Annotated[bool, typer.Option("--run", help="Start the server instead of printing the command.")] = False,
     config: ConfigFile = None,
     overrides: Overrides = [],  # noqa: B006
@@ -107,7 +107,7 @@ def serve(
 
     Flags that are not ours go to SGLang as they are: `eyas serve MODEL --run --tp 8 --chunked-prefill-size 8192`
     """
-    cfg = eyas.load_config(config, [*overrides, f"serve.quota_bytes={quota}"])
+    cfg = eyas.load_config(config, [*overrides, *([f"serve.quota_bytes={quota}"] if quota else [])])
     command = eyas.serve_command(
         model,
         layers=cfg.capture.layers,
@@ -184,28 +184,14 @@ def verify(
 @_reporting
 def store_info(store: Annotated[Path, typer.Argument(help="The store.")]) -> None:
     """Say what a store holds and how far it is."""
-    reader = eyas.StoreReader(store)
-    spec, info = reader.spec, reader.info
-    layers = ", ".join(map(str, spec.layers))
-    _table(
-        [
-            (
-                "model",
-                f"{spec.model}, {spec.num_layers} layers, hidden {spec.hidden_size}, vocabulary {spec.vocab_size}",
-            ),
-            ("states", f"layers {layers} and last ({spec.last}), {spec.dtype}; spec {spec.spec_id}"),
-            ("corpus", ", ".join(f"{key} {value}" for key, value in info.corpus.items())),
-            ("shards", f"{reader.shards:,} of {len(info.plan.shards):,} complete"),
-            ("rows", f"{len(reader):,} good, {len(reader.failed):,} failed"),
-        ]
-    )
+    _table(eyas.describe_store(store))
 
 
 @store_app.command("move")
 @_reporting
 def store_move(
     store: Annotated[Path, typer.Argument(help="The store.")],
-    to: Annotated[Path, typer.Option(help="Folder on the other disk.")],
+    to: Annotated[Path, typer.Option(help="An existing folder on the other disk.")],
     shards: Annotated[list[str] | None, typer.Argument(help="Shard file names; default: all complete ones.")] = None,
 ) -> None:
     """Move complete shards to another disk, also while a run goes on; links stay in their place.

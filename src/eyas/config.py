@@ -8,6 +8,7 @@ A key that does not exist is an error that names the nearest one that does.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,16 +22,26 @@ _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mi
 
 
 def _parse_bytes(value: object) -> object:
-    if isinstance(value, str):
-        text = value.strip().lower().replace("_", "")
-        for unit, factor in sorted(_UNITS.items(), key=lambda item: -len(item[0])):
-            if text.endswith(unit):
-                return int(float(text.removesuffix(unit)) * factor)
-    return value
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]i?b)?", value.strip().lower().replace("_", ""))
+    if match is None:
+        raise ValueError("not a size; write one such as 2GiB or 500MB")
+    return int(float(match[1]) * _UNITS.get(match[2], 1))
+
+
+def _parse_ints(value: object) -> object:
+    if isinstance(value, int):
+        return (value,)
+    return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
 """A positive number of bytes; text such as `2GiB` or `500MB` is understood."""
+
+
+Ints = Annotated[tuple[int, ...], BeforeValidator(_parse_ints)]
+"""Whole numbers: `[1, 2]`, `1,2` or `1`."""
 
 
 class Section(BaseModel):
@@ -51,7 +62,7 @@ class PrepareConfig(Section):
 class CaptureConfig(Section):
     """Which states are captured: the same on the server (`eyas serve`) and on the client."""
 
-    layers: tuple[int, ...] | None = None
+    layers: Ints | None = None
     """0-based decoder layers whose output is captured; default (1, N//2 - 1, N - 4) for models of 7 layers or more."""
     last: Literal["loss", "all"] = "loss"
     """Where the final state is kept: only the positions that training reads, or all."""
@@ -135,7 +146,7 @@ class FakeConfig(Section):
     seed: int = 0
     max_row_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longest row it admits."""
-    failing_rows: tuple[int, ...] = ()
+    failing_rows: Ints = ()
     """Rows that fail at every attempt, to rehearse failures."""
 
 
@@ -167,7 +178,7 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError("the config file is not YAML", path, " ".join(str(error).split())) from error
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigError("the config file must hold sections", path, "for example 'extract: {attempts: 5}'")
-        data = loaded or {}
+        data = {key: {} if value is None else value for key, value in (loaded or {}).items()}
     where = str(path) if path else "--set"
     for text in overrides:
         _override(data, text)
@@ -186,13 +197,20 @@ def _override(data: dict[str, Any], text: str) -> None:
     if not (sign and dot and section and name):
         raise ConfigError("not an override", f"--set {text}", "write --set section.key=value")
     try:
-        parsed = yaml.safe_load(value)
+        parsed = value if _is_text(section, name) else yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ConfigError("the value is not YAML", f"--set {text}") from error
-    into = data.setdefault(section, {})
+    into = data[section] = data.get(section) or {}
     if not isinstance(into, dict):
         raise ConfigError(f"section {section} must hold keys", f"--set {text}")
     into[name] = parsed
+
+
+def _is_text(section: str, name: str) -> bool:
+    """Whether a key holds text, which is taken as typed: `serve.spool_mode=0660` is no number."""
+    known = Config.model_fields.get(section)
+    field = known.annotation.model_fields.get(name) if known and known.annotation else None  # pyright: ignore[reportAttributeAccessIssue]
+    return field is not None and field.annotation in (str, str | None, SecretStr | None, Path | None)
 
 
 def _reject_unknown(data: Mapping[str, Any], model: type[BaseModel], where: str, prefix: str = "") -> None:

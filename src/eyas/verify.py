@@ -26,12 +26,14 @@ from eyas.errors import ConfigError, IntegrityError
 from eyas.extract.hf import hidden_states, load_model
 from eyas.extract.target import Target
 from eyas.positions import kept_positions
-from eyas.store.check import Problem, verify_store
-from eyas.store.format import Contents, RowContents
+from eyas.store.check import Problem, ProblemKind, verify_store
+from eyas.store.documents import read_store_info
+from eyas.store.format import Contents, RowContents, StoreInfo
 from eyas.store.plan import Shard
 from eyas.store.reader import StoreReader, StoreRow
 
 LAST = "last"
+_BROKEN = {ProblemKind.SIDECAR, ProblemKind.STRUCTURE, ProblemKind.UNREADABLE, ProblemKind.INDEX_HASH}
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")  # config keys of models with a router
 _TORCH_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
@@ -66,6 +68,7 @@ class VerifyReport:
         rows, failed: good rows, and rows recorded as failed.
         problems: what is wrong with the bytes.
         comparison: against the model, where asked for.
+        corpus: what identity was compared with, where asked for.
         notes: what was not checked.
     """
 
@@ -74,6 +77,7 @@ class VerifyReport:
     failed: int
     problems: tuple[Problem, ...]
     comparison: Comparison | None = None
+    corpus: Path | None = None
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[tuple[str, str]]:
@@ -83,6 +87,8 @@ class VerifyReport:
         lines.append(
             ("bytes", ", ".join(f"{n} x {kind}" for kind, n in kinds.most_common()) or "all as they should be")
         )
+        if self.corpus:
+            lines.append(("identity", f"compared with {self.corpus}"))
         lines += [("problem", str(problem)) for problem in self.problems[:5]]
         if self.comparison:
             done = self.comparison
@@ -106,7 +112,7 @@ class VerifyReport:
         if found := len(self.problems) + len(mismatches):
             first = str(self.problems[0]) if self.problems else mismatches[0]
             raise IntegrityError(
-                f"{found} problems, the first: {first}", self.store, "the shards named must be made again"
+                f"{found} problems, the first: {first}", self.store, "remove the shards named and run extract again"
             )
 
 
@@ -134,27 +140,30 @@ def verify(
     """
     console = console or Console(stderr=True)
     cfg = cfg or ExtractConfig()
-    reader = StoreReader(store)
-    checked = verify_store(store, _contents(reader, corpus) if corpus else None)
-    report = VerifyReport(store, checked.rows, checked.failed, checked.problems)
+    info = read_store_info(store)
+    checked = verify_store(store, _contents(info, corpus) if corpus else None)
+    report = VerifyReport(store, checked.rows, checked.failed, checked.problems, corpus=corpus)
     if corpus is None:
         report.notes.append("identity: name the --corpus")
-    if against is not None:
-        report.comparison = compare_with_model(reader, against, sample, cfg, console)
+    broken = {problem.kind for problem in checked.problems} & _BROKEN
+    if against is not None and not broken:
+        report.comparison = compare_with_model(StoreReader(store), against, sample, cfg, console)
+    elif against is not None:
+        report.notes.append("values: the bytes are not as they should be")
     else:
         report.notes.append("values: name the model with --against")
     return report
 
 
-def _contents(reader: StoreReader, path: Path) -> Contents:
+def _contents(info: StoreInfo, path: Path) -> Contents:
     """What the corpus says the rows are; refused when the store was made from another."""
-    corpus, made_from = Corpus.open(path), reader.info.corpus["digest"]
+    corpus, made_from = Corpus.open(path), info.corpus["digest"]
     if corpus.digest != made_from:
         raise ConfigError("the store was made from another corpus", path, f"digest {corpus.digest}, not {made_from}")
 
     def contents(shard: Shard) -> Iterator[RowContents]:
         for row in corpus.rows(shard.start, shard.stop):
-            yield RowContents(row.tokens, row.loss_mask, kept_positions(row.loss_mask, reader.spec.last))
+            yield RowContents(row.tokens, row.loss_mask, kept_positions(row.loss_mask, info.spec.last))
 
     return contents
 

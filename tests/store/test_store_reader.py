@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import time
 import warnings
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from eyas.capture.contract import CaptureSpec
 from eyas.errors import IntegrityError, StoreError
+from eyas.store.documents import describe_store
 from eyas.store.reader import StoreDataset, StoreReader, StoreRow
 from eyas.store.writer import StoreWriter
 
@@ -200,9 +202,11 @@ def test_thousands_of_shards_open_in_seconds(tmp_path):
             lease.put(shard.start, b"\0\0", b"")
             lease.finish()
     sidecar = writer.paths(writer.plan.shards[0]).sidecar.read_bytes()
+    size = writer.paths(writer.plan.shards[0]).final.stat().st_size
     for shard in writer.plan.shards[1:]:
         writer.paths(shard).sidecar.write_bytes(sidecar)
         writer.paths(shard).final.touch()  # never opened
+        os.truncate(writer.paths(shard).final, size)
     started = time.process_time()
     reader = StoreReader(tmp_path)
     assert time.process_time() - started < 2
@@ -294,3 +298,27 @@ def test_impossible_arguments(store):
     for options in ({"rank": 2, "world_size": 2}, {"rank": -1}, {"buffer_shards": 0}):
         with pytest.raises(ValueError, match=r".+"):
             StoreDataset(store.root, **options)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "grown", "empty"])
+def test_a_shard_of_another_size_than_its_sidecar_is_never_complete(tmp_path, damage):
+    """Whoever counts shards looks at their size: a copy that was cut short must not pass as done."""
+    store = write_store(tmp_path).root
+    shard = sorted(store.glob("*.safetensors"))[0]
+    size = shard.stat().st_size
+    os.truncate(shard, {"truncated": size - 1, "grown": size + 1, "empty": 0}[damage])
+    for look in (StoreReader, describe_store):
+        with pytest.raises(IntegrityError, match="bytes") as caught:
+            look(store)
+        assert "remove it and run extract again" in caught.value.hint
+
+
+def test_a_moved_shard_whose_volume_is_gone_is_named(tmp_path):
+    store = write_store(tmp_path / "store").root
+    shard = sorted(store.glob("*.safetensors"))[0]
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "unmounted" / shard.name)
+    for look in (StoreReader, describe_store):
+        with pytest.raises(StoreError, match="volume") as caught:
+            look(store)
+        assert "mount it" in caught.value.hint

@@ -122,7 +122,8 @@ def prepare(
         raise ConfigError("max_tokens must be at least 2", max_tokens)
     console = console or Console(stderr=True)
     template = template or Template.load(model, trust_remote_code=trust_remote_code)
-    meta = CorpusMeta(model, template.tokenizer_hash, template.template_hash, template.vocab_size)
+    known_as = str(Path(model).resolve()) if Path(model).is_dir() else model  # good from any folder
+    meta = CorpusMeta(known_as, template.tokenizer_hash, template.template_hash, template.vocab_size)
     report, began = PrepareReport(), time.monotonic()
     with CorpusWriter(out, meta) as writer, _Ticker(console, report) as ticker:
         for batch in _batches(_all_rows(inputs)):
@@ -138,8 +139,9 @@ def prepare(
             ticker.tick()
         if not report.kept:
             counts = ", ".join(f"{reason} {count}" for reason, count in report.dropped.most_common()) or "no rows"
+            first = next((f"; the first: {report.examples[r][0]}" for r, _ in report.dropped.most_common(1)), "")
             where = ", ".join(map(str, inputs))
-            raise ConfigError("empty corpus: no row is left", where, f"read {report.read}; dropped: {counts}")
+            raise ConfigError("empty corpus: no row is left", where, f"read {report.read}; dropped: {counts}{first}")
     report.digest, report.seconds = writer.digest, time.monotonic() - began
     return report
 

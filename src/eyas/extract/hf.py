@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -171,6 +172,8 @@ def load_model(target: Target, device: str | torch.device = "auto", dtype: str =
     Raises:
         EngineError: transformers cannot load it.
     """
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     options: dict[str, Any] = {
         "dtype": "auto" if dtype == "auto" else _DTYPES[dtype],
         "trust_remote_code": target.trust_remote_code,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections import Counter
 from pathlib import Path
 
 from eyas.errors import IntegrityError, StoreError
@@ -45,6 +46,28 @@ def read_sidecar(path: Path) -> Sidecar | None:
         raise IntegrityError("damaged sidecar", path, hint) from error
 
 
+def read_complete(paths: ShardPaths) -> Sidecar | None:
+    """The sidecar of a shard whose file is there at its full size; None where there is no sidecar. Reads no states.
+
+    Raises:
+        IntegrityError: a damaged sidecar, or a file of another size.
+        StoreError: the volume of a moved shard is not there.
+    """
+    sidecar = read_sidecar(paths.sidecar)
+    if sidecar is None:
+        return None
+    paths.check_volume()
+    try:
+        size = paths.final.stat().st_size
+    except FileNotFoundError:
+        return None
+    if size != sidecar.bytes:
+        raise IntegrityError(
+            f"shard has {size} bytes, not {sidecar.bytes}", paths.final, "remove it and run extract again"
+        )
+    return sidecar
+
+
 def write_manifest(root: str | Path) -> None:
     """Write `manifest.json` from the sidecars of complete shards. Any number of processes may do so.
 
@@ -66,3 +89,25 @@ def write_manifest(root: str | Path) -> None:
             write_atomic(folder / MANIFEST_FILE, text.encode())
         finally:
             os.close(lock)
+
+
+def describe_store(root: str | Path) -> list[tuple[str, str]]:
+    """What a store is for and how far it is, name and text; from its documents alone.
+
+    Raises:
+        StoreError: not a store. IntegrityError: as `read_complete`.
+    """
+    folder, info = Path(root), read_store_info(root)
+    spec, shards = info.spec, info.plan.shards
+    done = [sidecar for shard in shards if (sidecar := read_complete(ShardPaths(folder, shard.stem))) is not None]
+    reasons = Counter(reason for sidecar in done for reason in sidecar.failed.values())
+    failed = ", ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common()) or "none"
+    return [
+        ("model", f"{spec.model}: {spec.num_layers} layers, H {spec.hidden_size}, V {spec.vocab_size}"),
+        ("states", f"layers {', '.join(map(str, spec.layers))} and last ({spec.last}), {spec.dtype}"),
+        ("spec", spec.spec_id),
+        ("corpus", ", ".join(f"{key} {value}" for key, value in info.corpus.items())),
+        ("shards", f"{len(done):,} of {len(shards):,} complete, {sum(s.bytes for s in done):,} bytes"),
+        ("rows", f"{sum(s.ok_rows for s in done):,} good of {shards[-1].stop:,}"),
+        ("failed", failed),
+    ]

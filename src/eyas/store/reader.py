@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from eyas.errors import IntegrityError, StoreError
-from eyas.store.documents import read_sidecar, read_store_info
+from eyas.store.documents import read_complete, read_sidecar, read_store_info
 from eyas.store.files import ShardPaths
 from eyas.store.format import Sidecar
 from eyas.store.plan import Shard
@@ -131,7 +131,7 @@ class StoreReader:
 
     Raises:
         StoreError: not a store, or none of its shards is complete yet.
-        IntegrityError: a damaged sidecar.
+        IntegrityError: a damaged sidecar, or a shard of another size than it says.
     """
 
     def __init__(self, path: str | Path, *, max_mapped: int = 64) -> None:
@@ -145,7 +145,7 @@ class StoreReader:
         self.failed: list[int] = []
         for shard in self.info.plan.shards:
             if shard.name in names and f"{shard.stem}.json" in names:
-                sidecar = read_sidecar(ShardPaths(self.path, shard.stem).sidecar)
+                sidecar = read_complete(ShardPaths(self.path, shard.stem))
                 if sidecar is not None:
                     self._shards.append((shard, sidecar))
                     self.failed += sorted(sidecar.failed)

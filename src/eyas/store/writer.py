@@ -24,7 +24,7 @@ import numpy.typing as npt
 from eyas.capture.contract import CaptureSpec
 from eyas.errors import IntegrityError, StoreError
 from eyas.store.check import row_problems
-from eyas.store.documents import read_sidecar, read_store_info, write_manifest
+from eyas.store.documents import read_complete, read_sidecar, read_store_info, write_manifest
 from eyas.store.files import (
     ShardPaths,
     allocate,
@@ -147,8 +147,8 @@ class StoreWriter:
         return ShardState.OPEN if final or os.path.lexists(paths.part) else ShardState.ABSENT
 
     def sidecar(self, shard: Shard) -> Sidecar | None:
-        """The sidecar of a complete shard, else None. Raises IntegrityError when damaged."""
-        return read_sidecar(self.paths(shard).sidecar) if self.state(shard) is ShardState.COMPLETE else None
+        """The sidecar of a complete shard, else None. Raises as `read_complete`."""
+        return read_complete(self.paths(shard)) if self.state(shard) is ShardState.COMPLETE else None
 
     def lease(self, shard: Shard, contents: Contents) -> ShardWriter | None:
         """Take a shard for writing; None when it is complete or another process has it.
