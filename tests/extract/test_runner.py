@@ -27,7 +27,7 @@ from tiny_models import llama
 
 from eyas.config import Config, load
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
-from eyas.errors import ConfigError, EngineError, StoreError
+from eyas.errors import ConfigError, EngineError, IntegrityError, StoreError
 from eyas.extract.build import Job
 from eyas.extract.runner import Summary, extract, plan
 from eyas.extract.worker import Report
@@ -307,6 +307,36 @@ def test_a_worker_killed_among_others_is_an_error_and_no_hang(
     assert "Traceback" not in text
     assert run(corpus, store).complete
     assert digests(store) == reference
+
+
+def test_damage_that_worker_processes_find_is_told_by_its_name(corpus: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    run(corpus, store)
+    first = store / "shard-00000"
+    first.with_suffix(".json").unlink()
+    with first.with_suffix(".safetensors").open("r+b") as file:
+        file.seek(-100_000, os.SEEK_END)
+        file.write(b"damage")
+    with pytest.raises(IntegrityError, match="finished shard is damaged") as caught:
+        run(corpus, store, workers=2)
+    assert caught.value.exit_code == 4
+    assert "shard-00000" in caught.value.where
+
+
+def test_a_shard_leased_twice_is_counted_once(corpus: Path, tmp_path: Path) -> None:
+    """Its first worker failed, and a sibling that was behind took it over."""
+    summary = Summary(120, 1000, plan(corpus, tmp_path / "store", cfg=load(overrides=SETTINGS)))
+    for report in (
+        Report(0, leased=True),
+        Report(0, rows=1, tokens=10),
+        Report(0, failed=1),
+        Report(1, rows=1, tokens=20),
+        Report(0, leased=True, rows=1, tokens=10, failed=1),
+        Report(0, rows=1, tokens=30),
+    ):
+        summary.add(report)
+    assert (summary.rows_done, summary.tokens_done, summary.failed) == (3, 60, 1)
+    assert (summary.rows_now, summary.tokens_now) == (3, 60)
 
 
 def test_stop_on_failure_stops_the_other_workers(corpus: Path, tmp_path: Path) -> None:

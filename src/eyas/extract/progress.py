@@ -89,7 +89,6 @@ class Snapshot:
     failed: int = 0
     retries: int = 0
     waits: int = 0
-    in_flight: int = 0
     spool_bytes: int | None = None
     spool_quota: int | None = None
 

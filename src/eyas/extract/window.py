@@ -46,11 +46,6 @@ class Window:
             self._closed = True
             self._changed.notify_all()
 
-    async def idle(self) -> None:
-        """Wait until nothing is in flight."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._used[0] == 0)
-
     def _fits(self, cost: tuple[int, int, int]) -> bool:
         return self._used[0] == 0 or all(
             used + more <= limit for used, more, limit in zip(self._used, cost, self._limits, strict=True)
