@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -591,3 +592,31 @@ def test_the_event_log_tells_the_run(corpus: Path, tmp_path: Path) -> None:
 
 def test_default_settings_are_a_config() -> None:
     assert load().extract == Config().extract
+
+
+def test_an_error_in_mid_run_says_what_is_stored_and_that_it_resumes(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError) as caught:
+        run(corpus, tmp_path / "store", "fake.failing_rows=[60]", "extract.on_failure=stop", "fake.delay_s=0.01")
+    assert re.search(r"\d+ of 120 rows are stored and the same command resumes", caught.value.hint)
+
+
+def test_failures_of_earlier_sessions_are_told_again(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "store", "fake.failing_rows=[60]")
+    again = run(corpus, tmp_path / "store")
+    assert (again.failed, again.reasons) == (1, {"made-to-fail": 1})
+
+
+def test_a_stopping_run_says_so(corpus: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    process = subprocess.Popen(command(corpus, store, "fake.delay_s=1"), stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: any(store.glob("*.part")))
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    assert "stopping: rows in flight have up to" in text
+
+
+def test_a_server_for_an_engine_that_has_none_is_refused(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no server"):
+        extract(corpus, tmp_path / "store", cfg=load(overrides=SETTINGS), server="http://127.0.0.1:1")

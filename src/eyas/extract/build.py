@@ -46,9 +46,15 @@ class Job:
 
     @property
     def engine(self) -> str:
-        """The engine's name, `auto` resolved."""
-        if self.cfg.extract.engine != "auto":
-            return self.cfg.extract.engine
+        """The engine's name, `auto` resolved.
+
+        Raises:
+            ConfigError: a server is named for an engine that has none.
+        """
+        if (named := self.cfg.extract.engine) != "auto":
+            if self.url and named != "sglang":
+                raise ConfigError(f"the {named} engine has no server", self.url, "leave out --server or extract.engine")
+            return named
         return "sglang" if self.url else "hf"
 
     @property

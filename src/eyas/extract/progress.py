@@ -147,6 +147,10 @@ class RunView:
             self._meter.add(self._clock(), self._now.tokens_done - before)
         self.refresh()
 
+    def say(self, text: str) -> None:
+        """A line of its own, above the panel."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     def resume(self, rows: int, tokens: int) -> None:
         """Count rows that an earlier session did: progress, but not speed."""
         self._now = replace(self._now, rows_done=self._now.rows_done + rows, tokens_done=self._now.tokens_done + tokens)

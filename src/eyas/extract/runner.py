@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from eyas.config import Config
 from eyas.data.corpus import Corpus
-from eyas.errors import EyasError, Interrupted, StoreError
+from eyas.errors import EngineError, EyasError, Interrupted, StoreError
 from eyas.events import EventLog
 from eyas.extract.build import Job, log_path, make_engine, new_session, open_store, static_info
 from eyas.extract.engine import EngineInfo
@@ -31,6 +32,7 @@ from eyas.store.plan import Shard
 from eyas.store.writer import ShardState, StoreWriter
 
 _PROGRESS_EVENT_S = 5.0
+_SAY_AGAIN_S = 30.0
 
 
 @dataclass(slots=True)
@@ -152,7 +154,12 @@ def extract(
             for shard in writer.plan.shards:
                 writer.reopen_failed(shard)
         summary = Summary(len(opened), planned.tokens, planned)
-        _run(job, info, workers, summary, writer, opened, signals, console or Console(stderr=True))
+        try:
+            _run(job, info, workers, summary, writer, opened, signals, console or Console(stderr=True))
+        except (EngineError, StoreError) as error:
+            stored = f"{summary.rows_done:,} of {summary.rows:,} rows are stored and the same command resumes"
+            error.hint = f"{error.hint}; {stored}" if error.hint else stored
+            raise
     if summary.complete:
         return summary
     if summary.stopped:
@@ -190,9 +197,11 @@ def _run(
     try:
         _count_complete(summary, writer, corpus)
         view = RunView(console, _snapshot(summary, info))
-        desk = _Desk(summary, view, log)
+        desk = _Desk(summary, view, log, signals, job.cfg.extract.drain_s)
         with view:
-            if workers == 1:
+            if summary.complete:
+                pass  # no engine is started for a store that is done
+            elif workers == 1:
                 work_here(job, signals, desk.news, desk.tick)
             else:
                 work_in_processes(job, workers, signals, desk.news, desk.tick)
@@ -237,6 +246,7 @@ def _count_complete(summary: Summary, writer: StoreWriter, corpus: Corpus) -> in
         if (sidecar := writer.sidecar(shard)) is not None:
             failed = sum(int(corpus.n_tokens[row]) for row in sidecar.failed)
             summary.hold(shard.index, sidecar.ok_rows, sidecar.tokens - failed, len(sidecar.failed))
+            summary.reasons |= Counter(sidecar.failed.values())
             total += sidecar.bytes
     return total
 
@@ -293,8 +303,10 @@ def _snapshot(summary: Summary, info: EngineInfo) -> Snapshot:
 class _Desk:
     """Where the workers' reports become summary, view and log."""
 
-    def __init__(self, summary: Summary, view: RunView, log: EventLog) -> None:
+    def __init__(self, summary: Summary, view: RunView, log: EventLog, signals: StopSignals, drain_s: float) -> None:
         self._summary, self._view, self._log = summary, view, log
+        self._signals, self._drain_s = signals, drain_s
+        self._said: dict[str, float] = {}
         self._next_event_s = time.monotonic() + _PROGRESS_EVENT_S
 
     def news(self, report: Report) -> None:
@@ -302,6 +314,8 @@ class _Desk:
         summary = self._summary
         rows, tokens = summary.rows_done, summary.tokens_done
         summary.add(report)
+        if report.note:
+            self.say(report.note)
         if report.failure:
             row, reason, detail = report.failure
             self._log.emit("row_failed", row=row, reason=reason, detail=detail)
@@ -322,8 +336,18 @@ class _Desk:
                 "progress", rows_done=summary.rows_done, tokens_done=summary.tokens_done, rate=self._view.rate()
             )
 
+    def say(self, text: str) -> None:
+        """A line for the user and the log; not again within half a minute, however many rows meet the same."""
+        now = time.monotonic()
+        if now - self._said.get(text, -math.inf) > _SAY_AGAIN_S:
+            self._view.say(text)
+            self._log.emit("note", text=text)
+        self._said[text] = now
+
     def tick(self, spool_bytes: int | None) -> None:
         """Redraw, with the spool's bytes in use."""
+        if self._signals.stopped:
+            self.say(f"stopping: rows in flight have up to {self._drain_s:.0f} s; Ctrl-C again does not wait")
         if spool_bytes is not None:
             self._view.update(spool_bytes=spool_bytes)
         else:

@@ -30,7 +30,7 @@ from eyas.store.shard_writer import ShardWriter
 from eyas.store.writer import ShardState, StoreWriter
 
 _MAX_SENDS = 100  # attempt numbers have two digits
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 5.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 15.0  # so a row outwaits a spool that is full for twenty minutes
 _STORE_THREADS = 4
 
 _T = TypeVar("_T")
@@ -47,6 +47,7 @@ class Report:
         retries, waits: sends that were tried again; waits are those that back-pressure caused.
         failure: row, reason and detail of a row given up.
         done: the shard is complete.
+        note: a line for the user.
     """
 
     shard: int
@@ -58,6 +59,7 @@ class Report:
     waits: int = 0
     failure: tuple[int, str, str] | None = None
     done: bool = False
+    note: str = ""
 
 
 @dataclass(slots=True)
@@ -145,18 +147,31 @@ class Worker:
         return self._stopping.is_set()
 
     async def _start_rows(self) -> None:
-        for shard in self._store.plan.shards:
+        """Start every row of every shard that can be had. The next shard is made while this one's rows start."""
+        shards = iter(self._store.plan.shards)
+        ahead = asyncio.create_task(self._next_lease(shards))
+        try:
+            while (opened := await ahead) is not None:
+                ahead = asyncio.create_task(self._next_lease(shards))
+                rows, open_shard = opened
+                for row in rows:
+                    cost = self._cost(row)
+                    if not await self._window.acquire(*cost):
+                        return
+                    self._spawn(self._row, open_shard, row, cost)
+        finally:
+            # Not cancelled: its thread would go on, and nobody would hold the lease that it brings.
+            await asyncio.wait([ahead])
+            if not ahead.cancelled():
+                ahead.exception()  # raised above where it matters
+
+    async def _next_lease(self, shards: Iterator[Shard]) -> tuple[list[CorpusRow], _OpenShard] | None:
+        for shard in shards:
             if self._stopping.is_set() or self._fatal:
-                return
-            opened = await self._lease(shard)
-            if opened is None:
-                continue
-            rows, open_shard = opened
-            for row in rows:
-                cost = self._cost(row)
-                if not await self._window.acquire(*cost):
-                    return
-                self._spawn(self._row, open_shard, row, cost)
+                return None
+            if (opened := await self._lease(shard)) is not None:
+                return opened
+        return None
 
     async def _lease(self, shard: Shard) -> tuple[list[CorpusRow], _OpenShard] | None:
         if await self._in_thread(self._store.state, shard) is ShardState.COMPLETE:
@@ -214,6 +229,7 @@ class Worker:
             waits = int(result.retry is Retry.WAIT)
             self._report(Report(shard.index, waits=waits, retries=1 - waits))
             if result.retry is Retry.PROBE:
+                self._report(Report(shard.index, note=f"the server is asked for proof again ({result.reason})"))
                 await self._engine.reprobe()
             await self._sleep(delay_s)
             delay_s = min(2 * delay_s, _LONGEST_WAIT_S)
