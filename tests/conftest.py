@@ -11,6 +11,9 @@ import pytest
 # model takes twenty times as long. Read when torch is first imported, by servers started from tests too.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Tests that name models which do not exist must not ask a hub about them.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 REPO = Path(__file__).parents[1]
 
 

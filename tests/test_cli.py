@@ -108,6 +108,8 @@ def test_failed_rows_exit_with_3_and_say_how_to_retry(corpus: Path, tmp_path: Pa
         (("store", "move", "{tmp}", "--to", "{tmp}"), 5, "no store"),
         (("serve", "no/such-model-anywhere"), 2, "no/such-model-anywhere"),
         (("serve", "{model}", "--set", "capture.layers=[3, 1]"), 2, "ascending"),
+        (("serve", "{model}", "--run"), 2, "serve.python"),
+        (("serve", "{model}", "--quota", "lots"), 2, "2GiB"),
         (("serve", "{model}", "--set", "serve.sglang_version=0.5.3"), 2, "0.5.17"),
     ],
 )
@@ -121,7 +123,7 @@ def test_each_error_is_one_message_with_its_exit_code(
     result = run(*(word.format(**names) for word in words))
     assert result.exit_code == code, result.output
     assert expected.format(**names) in result.output
-    assert result.output.count("error ") == 1
+    assert [line[:6] for line in result.output.splitlines()].count("error ") == 1
     assert sorted(tmp_path.rglob("*")) == before, "an error must leave nothing behind"
 
 
@@ -150,6 +152,13 @@ def test_serve_prints_one_line_to_paste(model: Path) -> None:
     assert line.startswith("EYAS_CAPTURE=")
     assert line.endswith("--tp 8")
     assert "--return-aux-hidden-state-layer-ids 1 3 4" in line
+
+
+def test_the_quota_comes_from_the_flag_or_the_settings(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("serve: {quota_bytes: 1GiB}\n")
+    assert '"quota_bytes":1073741824' in run("serve", model, "--config", path).output
+    assert '"quota_bytes":2147483648' in run("serve", model, "--config", path, "--quota", "2GiB").output
 
 
 def test_the_door_opens_on_every_name() -> None:

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a bug, 2 input or settings, 3 engine or server, 4 integrit
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -230,4 +231,5 @@ def main() -> None:
     """Entry point of the `eyas` command."""
     # Before torch is imported: its idle OpenMP threads otherwise spin, several times slower on a shared CPU.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # retries are told by the run itself
     sys.exit(app())

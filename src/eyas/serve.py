@@ -24,6 +24,7 @@ from eyas.capture.contract import DTYPES, LAST_MODES, SETTINGS_ENV, ServerSettin
 from eyas.errors import ConfigError
 
 NEWEST_TESTED: Final = "0.5.23"
+_SOME_PYTHON: Final = "python"  # on the machine where a printed command will be run
 OLDEST_SUPPORTED: Final = "0.5.17"
 _OWN_FLAGS_SINCE: Final = (0, 5, 23)  # the first release with --enable-return-aux-hidden-states
 
@@ -72,6 +73,9 @@ class ServeCommand:
         Raises:
             ConfigError: when the program cannot be started.
         """
+        if self.argv[0] == _SOME_PYTHON:
+            hint = "set serve.python to the interpreter that has it"
+            raise ConfigError("SGLang is not installed in this environment", sys.prefix, hint)
         try:
             os.execvpe(self.argv[0], list(self.argv), {**os.environ, **self.env})
         except OSError as error:
@@ -131,15 +135,17 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
     chosen = _chosen_layers(model, text_config(config), layers)
     settings = ServerSettings(
         layers=chosen,
-        spool=str(spool if spool is not None else f"/dev/shm/eyas-{port}"),
+        spool=str(Path(spool).absolute()) if spool is not None else f"/dev/shm/eyas-{port}",
         last=last,
         dtype=dtype,
         quota_bytes=quota_bytes,
         mode=mode,
         group=group,
     )
-    program = python or (sys.executable if installed else "python")
-    argv = (program, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port))
+    program = python or (sys.executable if installed else _SOME_PYTHON)
+    # Paths that hold from whatever folder the command is pasted into.
+    served = str(Path(model).resolve()) if Path(model).is_dir() else model
+    argv = (program, "-m", "sglang.launch_server", "--model-path", served, "--port", str(port))
     flags = _capture_flags(version, chosen, config.get("architectures"))
     return ServeCommand((*argv, *flags, *extra), {SETTINGS_ENV: settings.to_env()})
 
@@ -209,12 +215,15 @@ def read_config(model: str) -> dict[str, Any]:
         path = Path(model, "config.json") if Path(model).is_dir() else Path(hf_hub_download(model, "config.json"))
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise ConfigError(
-            f"cannot read the model's config.json ({type(error).__name__})", model, "name the layers to capture"
-        ) from error
+        hint = f"give a checkpoint's folder; {_reason(error)}"
+        raise ConfigError("no such folder or hub model, or no config.json there", model, hint) from error
     if not isinstance(config, dict):
         raise ConfigError("config.json is not an object", model)
     return config
+
+
+def _reason(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
