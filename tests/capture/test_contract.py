@@ -20,17 +20,15 @@ from eyas.capture.contract import (
     RequestId,
     ServerHello,
     ServerSettings,
-    architecture_of,
     check_runs,
     count_of,
     default_layers,
     is_own_rid,
-    model_fingerprint,
-    norm_key,
     runs_hash,
     runs_of,
     token_hash,
 )
+from eyas.capture.fingerprint import architecture_of, model_fingerprint, norm_key
 
 WORD = st.text("0123456789abcdefghijklmnopqrstuvwxyz", min_size=8, max_size=8)
 RIDS = st.builds(RequestId, WORD, WORD, st.integers(0, 99_999_999), st.integers(0, 99))

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, deepseek_v3, llama, qwen3
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from eyas.capture.contract import architecture_of, default_layers, model_fingerprint
+from eyas.capture.contract import default_layers
+from eyas.capture.fingerprint import architecture_of, model_fingerprint
 from eyas.errors import ConfigError
 from eyas.extract.target import Target, norm_bytes
 

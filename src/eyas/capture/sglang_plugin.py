@@ -41,11 +41,9 @@ from eyas.capture.contract import (
     Refusal,
     ServerHello,
     ServerSettings,
-    architecture_of,
     is_own_rid,
-    model_fingerprint,
-    norm_key,
 )
+from eyas.capture.fingerprint import architecture_of, model_fingerprint, norm_key
 from eyas.capture.hostcopy import host_bytes
 from eyas.capture.recorder import Recorder, refusal
 from eyas.capture.spool import Spool

@@ -18,7 +18,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from eyas.capture.contract import CaptureSpec, architecture_of, field_hash, model_fingerprint
+from eyas.capture.contract import CaptureSpec, field_hash
+from eyas.capture.fingerprint import architecture_of, model_fingerprint
 from eyas.errors import ConfigError, EngineError
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
 from eyas.extract.target import Target, norm_bytes

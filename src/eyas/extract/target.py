@@ -15,14 +15,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-from eyas.capture.contract import (
-    ARCHITECTURE_FIELDS,
-    CaptureSpec,
-    architecture_of,
-    default_layers,
-    model_fingerprint,
-    norm_key,
-)
+from eyas.capture.contract import CaptureSpec, default_layers
+from eyas.capture.fingerprint import ARCHITECTURE_FIELDS, architecture_of, model_fingerprint, norm_key
 from eyas.errors import ConfigError
 
 _TEXT_SECTIONS: Final = ("text_config", "llm_config", "language_config")  # where multimodal wrappers keep the decoder
@@ -80,7 +74,7 @@ class Target:
         return self.architecture["vocab_size"]
 
     def fingerprint(self) -> str | None:
-        """`contract.model_fingerprint` of the checkpoint, reading its norm tensors only; None without safetensors.
+        """`model_fingerprint` of the checkpoint, reading its norm tensors only; None without safetensors.
 
         Raises:
             ConfigError: unreadable or incomplete weights.
