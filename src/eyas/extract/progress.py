@@ -18,6 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 WINDOW_S = 60.0
+#: The ETA looks further back than the speed: a minute's dip is no forecast of hours.
+ETA_WINDOW_S = 1800.0
 _BUCKETS = 6
 _STEPS = 600  # the finest division of the window
 _PLAIN_EVERY_S = 10.0
@@ -120,7 +122,7 @@ class RunView:
     def __init__(self, console: Console, total: Snapshot, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._meter = RateMeter()
+        self._meter, self._outlook = RateMeter(), RateMeter(ETA_WINDOW_S)
         self._now = total
         self._live = Live(console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
         self._every_s = _PANEL_EVERY_S if self._live else _PLAIN_EVERY_S
@@ -144,7 +146,8 @@ class RunView:
         before = self._now.tokens_done
         self._now = replace(self._now, **changes)
         if self._now.tokens_done > before:
-            self._meter.add(self._clock(), self._now.tokens_done - before)
+            for meter in (self._meter, self._outlook):
+                meter.add(self._clock(), self._now.tokens_done - before)
         self.refresh()
 
     def say(self, text: str) -> None:
@@ -172,7 +175,7 @@ class RunView:
 
     def _parts(self) -> list[tuple[str, str]]:
         now = self._now
-        rate, eta = self.rate(), self._meter.eta(self._clock(), now.tokens - now.tokens_done)
+        rate, eta = self.rate(), self._outlook.eta(self._clock(), now.tokens - now.tokens_done)
         parts = [
             ("rows", f"{now.rows_done:,}/{now.rows:,}"),
             ("tokens", f"{now.tokens_done:,}/{now.tokens:,}"),
