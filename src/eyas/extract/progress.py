@@ -21,7 +21,7 @@ WINDOW_S = 60.0
 #: The ETA looks further back than the speed: a minute's dip is no forecast of hours.
 ETA_WINDOW_S = 1800.0
 _BUCKETS = 6
-_STEPS = 600  # the finest division of the window
+_STEPS, _LONGEST_STEP_S = 600, 0.5  # the finest division of a window
 _PLAIN_EVERY_S = 10.0
 _PANEL_EVERY_S = 0.25
 _MIN_SPAN_S = 1.0
@@ -41,11 +41,12 @@ class RateMeter:
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
+        self._step_s = min(window_s / _STEPS, _LONGEST_STEP_S)
         self._done: deque[tuple[float, int]] = deque()
 
     def add(self, at_s: float, tokens: int) -> None:
         """`tokens` finished at time `at_s`; times must not fall."""
-        if len(self._done) > 1 and at_s - self._done[-1][0] < self._window_s / _STEPS:
+        if len(self._done) > 1 and at_s - self._done[-1][0] < self._step_s:
             at_s, tokens = self._done[-1][0], tokens + self._done.pop()[1]  # thousands of short rows cost no more
         self._done.append((at_s, tokens))
         # One older event stays: it marks where the window's first interval began.
