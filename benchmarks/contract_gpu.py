@@ -30,9 +30,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import torch
+from prefill import plain
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -43,6 +43,7 @@ from eyas.serve import installed_sglang, serve_command
 from eyas.verify import verify
 
 PORT = 30123
+WINDOW = 32
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -180,22 +181,6 @@ def check_right(args: argparse.Namespace, name: str, model: Path, work: Path) ->
     }
 
 
-async def plain(url: str, corpus: Corpus, window: int = 32) -> float:
-    """Tokens/s of prefill for somebody else's requests, at the same window."""
-    gate = asyncio.Semaphore(window)
-    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=window)) as client:
-
-        async def one(tokens: list[int]) -> None:
-            async with gate:
-                body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-                (await client.post(f"{url}/generate", json=body)).raise_for_status()
-
-        rows = [row.tokens.tolist() for row in corpus.rows()]
-        began = time.monotonic()
-        await asyncio.gather(*(one(tokens) for tokens in rows))
-        return sum(map(len, rows)) / (time.monotonic() - began)
-
-
 def measure_speed(args: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
     """Plain and captured prefill in turns."""
     model = work / "llama-8b"
@@ -207,10 +192,10 @@ def measure_speed(args: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
     figures: dict[str, list[float]] = {"plain": [], "captured": [], "GB/s": []}
     flags = ["--load-format", "dummy", "--chunked-prefill-size", "8192", "--disable-radix-cache"]
     with server(args, model, work, *flags) as url:
-        asyncio.run(plain(url, corpora[-1]))  # compiles kernels
+        asyncio.run(plain(url, corpora[-1], WINDOW))  # compiles kernels
         for number, corpus in enumerate(corpora[:-1]):
             store = work / "store-8b"
-            figures["plain"].append(asyncio.run(plain(url, corpus)))
+            figures["plain"].append(asyncio.run(plain(url, corpus, WINDOW)))
             cfg = settings(work, "capture.last=loss")
             run = extract(corpus.path, store, cfg=cfg, model=str(model), server=url, console=Console(width=160))
             assert run.rows_done == len(corpus), run.first_failures

@@ -19,17 +19,17 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import torch
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # the CPU server's harness lives with the tests
+
+from prefill import plain  # noqa: E402
 
 from eyas.config import load  # noqa: E402
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter  # noqa: E402
@@ -57,22 +57,6 @@ def write_corpus(path: Path, vocab_size: int, seed: int) -> Corpus:
     return Corpus.open(path)
 
 
-async def plain(url: str, corpus: Corpus) -> float:
-    """Tokens/s of prefill for requests that are not ours."""
-    gate = asyncio.Semaphore(WINDOW)
-    async with httpx.AsyncClient(timeout=600) as client:
-
-        async def one(tokens: list[int]) -> None:
-            async with gate:
-                body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-                (await client.post(f"{url}/generate", json=body)).raise_for_status()
-
-        rows = [row.tokens.tolist() for row in corpus.rows()]
-        began = time.monotonic()
-        await asyncio.gather(*(one(tokens) for tokens in rows))
-        return sum(map(len, rows)) / (time.monotonic() - began)
-
-
 def captured(url: str, spool: Path, corpus: Corpus, store: Path, model: Path) -> float:
     """Tokens/s of capture, from the first request to the last shard complete."""
     settings = [f"server.spool={spool}", f"extract.window_requests={WINDOW}", "store.reserve_bytes=0"]
@@ -96,8 +80,8 @@ def main() -> None:
             for number in range(ROUNDS + 1):
                 corpus = write_corpus(base / f"{number}.parquet", vocab_size, number)
                 speed = {
-                    "plugin off": asyncio.run(plain(off.url, corpus)),
-                    "plugin on, others' requests": asyncio.run(plain(on.url, corpus)),
+                    "plugin off": asyncio.run(plain(off.url, corpus, WINDOW)),
+                    "plugin on, others' requests": asyncio.run(plain(on.url, corpus, WINDOW)),
                     "plugin on, captured into a store": captured(on.url, on.spool, corpus, base / "store", model),
                 }
                 print(f"round {number}: {', '.join(f'{k} {v:,.0f}' for k, v in speed.items())} tokens/s", flush=True)
