@@ -74,6 +74,7 @@ def test_the_whole_way_by_commands(chats: Path, model: Path, tmp_path: Path) -> 
     told = run("store", "info", store)
     assert told.exit_code == 0
     assert "6 good of 6" in told.output
+    assert "hf " in told.output
     (tmp_path / "other").mkdir()
     moved = run("store", "move", store, "--to", tmp_path / "other")
     assert (moved.exit_code, "moved" in moved.output) == (0, True)

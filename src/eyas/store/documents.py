@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from eyas.errors import IntegrityError, StoreError
@@ -110,4 +111,13 @@ def describe_store(root: str | Path) -> list[tuple[str, str]]:
         ("shards", f"{len(done):,} of {len(shards):,} complete, {sum(s.bytes for s in done):,} bytes"),
         ("rows", f"{sum(s.ok_rows for s in done):,} good of {shards[-1].stop:,}"),
         ("failed", failed),
+        ("written by", "; ".join(sorted({_engine(p) for s in done for p in s.provenance})) or "nobody yet"),
     ]
+
+
+def _engine(provenance: Mapping[str, str]) -> str:
+    """`sglang 0.5.23, bfloat16, on host`; a rehearsal shows as `fake`."""
+    name = provenance.get("engine", "unknown")
+    version = provenance.get("sglang") or provenance.get("transformers") or ""
+    host = provenance.get("host")
+    return ", ".join(filter(None, (f"{name} {version}".strip(), provenance.get("dtype"), f"on {host}" if host else "")))
