@@ -6,7 +6,11 @@ rows shifted by one) must not. See docs/verification.md for the tolerances.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +20,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from eyas.config import Config, load
+from eyas.config import Config, ExtractConfig, load
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
 from eyas.errors import EngineError
 from eyas.extract.runner import extract
@@ -162,6 +166,45 @@ def test_a_server_of_another_model_is_refused_by_name(running: Running, tmp_path
     with pytest.raises(EngineError, match="another model"):
         extract(corpus, tmp_path / "store", cfg=running.cfg, model=str(other), server=running.server.url)
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("running", [CASES[2]], ids=str, indirect=True)
+def test_a_client_killed_ten_times_leaves_every_row_once_and_right(running: Running, tmp_path: Path) -> None:
+    """SIGKILL somewhere in the middle of each session; requests in flight and records in the spool are left behind."""
+    rng, store = np.random.default_rng(8), tmp_path / "store"
+    path, vocab_size = tmp_path / "corpus.parquet", Target.load(str(running.model)).vocab_size
+    meta = CorpusMeta(model=str(running.model), tokenizer_hash="0" * 32, template_hash="0" * 32, vocab_size=vocab_size)
+    with CorpusWriter(path, meta) as writer:
+        for row in range(400):
+            tokens = rng.integers(10, vocab_size, int(rng.choice([60, 90, 130])))
+            writer.add(str(row), tokens, np.ones(len(tokens), np.uint8))
+    config = tmp_path / "run.yaml"
+    config.write_text(running.cfg.model_copy(update={"extract": ExtractConfig(window_requests=4)}).model_dump_json())
+    command = [sys.executable, "-m", "eyas", "extract", str(path), str(store), "--server", running.server.url]
+    for _ in range(10):
+        before = journalled(store)
+        process = subprocess.Popen([*command, "--config", str(config)], stderr=subprocess.DEVNULL)
+        while journalled(store) == before and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.4))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, "ended before it could be killed"
+    console = Console(file=io.StringIO())
+    summary = extract(path, store, cfg=running.cfg, server=running.server.url, console=console)
+    assert (summary.rows_done, summary.failed) == (400, 0)
+    assert summary.rows_now < 400
+    report = verify(store, corpus=path, against=str(running.model), sample=100, console=console)
+    report.check()
+    assert [path.name for path in running.server.spool.iterdir()] == ["spec.json"]
+
+
+def journalled(store: Path) -> int:
+    """Bytes of all journals and sidecars: grows with every row."""
+    total = 0
+    for file in [*store.glob("*.journal"), *store.glob("shard-*.json")]:
+        with contextlib.suppress(FileNotFoundError):  # a journal goes when its shard is done
+            total += file.stat().st_size
+    return total
 
 
 def test_a_server_without_the_plugin_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
