@@ -204,7 +204,7 @@ class Recorder:
     def _fetch(self, lane: _Lane, job: _Copy) -> None:
         try:
             job.record.parts[job.index] = lane.host.fetch(job.shot)
-        except Exception as error:
+        except Exception as error:  # the thread must live: the error becomes this record's refusal
             logger.exception("eyas: host copy failed")
             job.record.parts[job.index] = error
         finally:
@@ -217,7 +217,7 @@ class Recorder:
         except OSError as error:
             logger.warning("eyas: record %s not written: %s", record.rid, error)
             refused = Refused(Refusal.WRITE_FAILED, str(error))
-        except Exception as error:
+        except Exception as error:  # as above: one record's fault must not stop the others
             logger.exception("eyas: record %s not written", record.rid)
             refused = Refused(Refusal.PLUGIN_ERROR, repr(error))
         if refused is not None:

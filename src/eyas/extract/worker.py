@@ -30,7 +30,8 @@ from eyas.store.shard_writer import ShardWriter
 from eyas.store.writer import ShardState, StoreWriter
 
 _MAX_SENDS = 100  # attempt numbers have two digits
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 15.0  # so a row outwaits a spool that is full for twenty minutes
+# Doubling between these, a hundred sends outwait a spool that is full for more than twenty minutes.
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 15.0
 _STORE_THREADS = 4
 
 _T = TypeVar("_T")
