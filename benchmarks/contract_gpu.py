@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import statistics
@@ -245,15 +246,17 @@ def main() -> None:
             work = base / "work-speed"
             work.mkdir()
             rows += measure_speed(args, work)
+    words = shlex.join("PATH" if "/" in arg else arg for arg in sys.argv[1:])
     sglang = f"sglang {args.sglang or installed_sglang()}"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     result = {
         "title": f"Capture on {gpu}",
-        "what": "Correctness against transformers in float32, and capture against plain prefill on one server.",
+        "what": "Correctness against transformers in float32, and speed: plain is other users' requests on the server "
+        "with capture flags, captured is end to end into a store on RAM disk.",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": f"{gpu}, {os.cpu_count()} CPU cores",
         "versions": f"{sglang}, torch {torch.__version__}, Python {platform.python_version()}",
-        "command": "python benchmarks/contract_gpu.py " + " ".join(arg for arg in sys.argv[1:] if "/" not in arg),
+        "command": f"python benchmarks/contract_gpu.py {words}",
         "rows": rows,
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -81,10 +81,10 @@ def test_the_whole_way_by_commands(chats: Path, model: Path, tmp_path: Path) -> 
     assert run("verify", store).exit_code == 0
 
 
-def test_failed_rows_exit_with_3_and_say_how_to_retry(corpus: Path, tmp_path: Path) -> None:
+def test_failed_rows_exit_with_6_and_say_how_to_retry(corpus: Path, tmp_path: Path) -> None:
     sets = ("--set", "extract.engine=fake", "--set", "store.reserve_bytes=0", "--set", "fake.failing_rows=[2]")
     result = run("extract", corpus, tmp_path / "store", *sets)
-    assert result.exit_code == 3
+    assert result.exit_code == 6
     assert "1 x made-to-fail" in result.output
     assert "--retry-failed" in result.output
     again = run("extract", corpus, tmp_path / "store", *sets[:4], "--retry-failed")
@@ -153,6 +153,33 @@ def test_serve_prints_one_line_to_paste(model: Path) -> None:
     assert line.startswith("EYAS_CAPTURE=")
     assert line.endswith("--tp 8")
     assert "--return-aux-hidden-state-layer-ids 1 3 4" in line
+
+
+def test_serve_says_which_release_it_assumed(model: Path, tmp_path: Path) -> None:
+    assert "serve.sglang_version" in run("serve", model).output
+    assert "serve.sglang_version" not in run("serve", model, "--set", "serve.sglang_version=0.5.17").output
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.5.17\n")  # an interpreter that has that release
+    python.chmod(0o755)
+    output = run("serve", model, "--set", f"serve.python={python}").output
+    assert "--return-hidden-states-mode full" in output
+    assert "serve.sglang_version" not in output
+
+
+def test_an_unfinished_store_is_told_to_go_on_not_to_be_deleted(corpus: Path, tmp_path: Path) -> None:
+    sets = ("--set", "extract.engine=fake", "--set", "store.reserve_bytes=0", "--set", "fake.failing_rows=[2]")
+    one_by_one = ("extract.on_failure=stop", "fake.delay_s=0.1", "extract.window_requests=1")
+    more = [word for text in one_by_one for word in ("--set", text)]
+    stopped = run("extract", corpus, tmp_path / "store", *sets, *more)
+    assert stopped.exit_code == 3
+    checked = run("verify", tmp_path / "store")
+    assert checked.exit_code == 4
+    assert "the store is not finished" in checked.output
+    assert "the same extract command resumes" in checked.output
+    assert "remove" not in checked.output
+    assert "2 good of 4, 2 in open shards" in run("store", "info", tmp_path / "store").output
+    planned = run("extract", corpus, tmp_path / "store", *sets, "--plan").output
+    assert "for 25 tokens at" in planned, planned
 
 
 def test_the_quota_comes_from_the_flag_or_the_settings(model: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from eyas.data.corpus import Corpus
     from eyas.data.prepare import prepare as prepare_corpus
     from eyas.demo import run_demo
-    from eyas.errors import ConfigError, EngineError, EyasError, IntegrityError, Interrupted, StoreError
+    from eyas.errors import ConfigError, EngineError, EyasError, IntegrityError, Interrupted, RowsFailed, StoreError
     from eyas.extract.runner import extract as extract_states
     from eyas.extract.runner import plan as plan_extraction
     from eyas.serve import serve_command
@@ -41,6 +41,7 @@ _HOME = {
     "EyasError": "errors",
     "IntegrityError": "errors",
     "Interrupted": "errors",
+    "RowsFailed": "errors",
     "StoreDataset": "store.reader",
     "StoreError": "errors",
     "StoreReader": "store.reader",
@@ -65,6 +66,7 @@ __all__ = [
     "EyasError",
     "IntegrityError",
     "Interrupted",
+    "RowsFailed",
     "StoreDataset",
     "StoreError",
     "StoreReader",

@@ -1,6 +1,7 @@
 """The command line: one function per verb, and the one place where errors become messages and exit codes.
 
-Exit codes: 0 done, 1 a bug, 2 input or settings, 3 engine or server, 4 integrity, 5 store or disk, 130 stopped.
+Exit codes: 0 done, 1 a bug, 2 input or settings, 3 engine or server, 4 integrity, 5 store or disk, 6 finished but for
+failed rows, 130 stopped.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import eyas
 app = typer.Typer(
     name="eyas",
     help="Turn a served language model into an EAGLE-3 draft model.",
+    epilog="Exit codes: 0 done, 2 input or settings, 3 engine or server, 4 integrity, 5 store or disk, "
+    "6 finished but for failed rows, 130 stopped.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -123,6 +126,8 @@ def serve(
         group=cfg.serve.spool_group,
         extra=context.args,
     )
+    if command.note:
+        err.print(command.note, highlight=False, markup=False, soft_wrap=True)
     if run:
         command.run()
     print(command.shell())  # noqa: T201  one line to paste: rich would wrap it
@@ -158,7 +163,7 @@ def extract(
     for line in summary.first_failures:
         err.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if summary.failed:
-        raise eyas.EngineError(f"{summary.failed:,} rows could not be captured", store, "--retry-failed tries again")
+        raise eyas.RowsFailed(f"{summary.failed:,} rows could not be captured", store, "--retry-failed tries again")
 
 
 @app.command()

@@ -5,6 +5,7 @@
     ├── EngineError      exit 3   the inference engine or server: absent, wrong model, no plugin
     ├── IntegrityError   exit 4   bytes that are not what they claim to be
     ├── StoreError       exit 5   the store or its disks: full, leased, foreign
+    ├── RowsFailed       exit 6   the run is finished, but some rows could not be captured
     └── Interrupted      exit 130 Ctrl-C or SIGTERM, after draining what was in flight
 
 A traceback is for a bug only: `cli` prints these and exits with `exit_code`.
@@ -55,6 +56,12 @@ class StoreError(EyasError):
     """The store or the disk under it: full, leased by another process, of another run."""
 
     exit_code = 5
+
+
+class RowsFailed(EyasError):
+    """Every row was tried; some are recorded as failed, by name, and the rest are stored."""
+
+    exit_code = 6
 
 
 class Interrupted(EyasError):

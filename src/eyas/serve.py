@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,10 +59,12 @@ class ServeCommand:
     Attributes:
         argv: the program and its arguments.
         env: variables to add to the environment.
+        note: what was assumed and may be wrong elsewhere.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    note: str = ""
 
     def shell(self) -> str:
         """One line to paste into a POSIX shell: environment first, everything quoted."""
@@ -129,8 +132,9 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
         raise ConfigError("the spool quota must be positive", f"quota_bytes={quota_bytes}")
     if not 0 < port < 1 << 16:
         raise ConfigError("not a port", port, "choose one from 1 to 65535")
-    installed = installed_sglang()
+    installed = installed_sglang() if python is None else None if sglang_version else _sglang_of(python)
     version = sglang_version or installed or NEWEST_TESTED
+    assumed = f"no SGLang found here: the flags are those of {version}; serve.sglang_version names another release"
     config = read_config(model) if not layers or Path(model).is_dir() else {}
     chosen = _chosen_layers(model, text_config(config), layers)
     settings = ServerSettings(
@@ -147,7 +151,18 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
     served = str(Path(model).resolve()) if Path(model).is_dir() else model
     argv = (program, "-m", "sglang.launch_server", "--model-path", served, "--port", str(port))
     flags = _capture_flags(version, chosen, config.get("architectures"))
-    return ServeCommand((*argv, *flags, *extra), {SETTINGS_ENV: settings.to_env()})
+    note = "" if sglang_version or installed else assumed
+    return ServeCommand((*argv, *flags, *extra), {SETTINGS_ENV: settings.to_env()}, note)
+
+
+def _sglang_of(python: str) -> str | None:
+    """The release another interpreter has; None where it cannot be asked (it may be on another machine)."""
+    code = "import importlib.metadata as m; print(m.version('sglang'))"
+    try:
+        asked = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return asked.stdout.strip() or None
 
 
 def _capture_flags(version: str, layers: Sequence[int], architectures: Any) -> tuple[str, ...]:

@@ -111,6 +111,10 @@ class VerifyReport:
         mismatches = self.comparison.mismatches if self.comparison else []
         if found := len(self.problems) + len(mismatches):
             first = str(self.problems[0]) if self.problems else mismatches[0]
+            unfinished = {ProblemKind.UNFINISHED, ProblemKind.MISSING, ProblemKind.MANIFEST}
+            if not mismatches and {problem.kind for problem in self.problems} <= unfinished:
+                hint = "the same extract command resumes"
+                raise IntegrityError(f"the store is not finished: {first}", self.store, hint)
             raise IntegrityError(
                 f"{found} problems, the first: {first}", self.store, "remove the shards named and run extract again"
             )

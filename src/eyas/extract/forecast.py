@@ -22,10 +22,14 @@ from eyas.store.format import EVENTS_DIR
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Sizes in bytes. `missing` is what is still to be allocated; `free` what the store's disk has now."""
+    """Sizes in bytes. `missing` is what is still to be allocated; `free` what the store's disk has now.
+
+    `tokens_left` are those of rows that are neither stored nor in a complete shard.
+    """
 
     rows: int
     tokens: int
+    tokens_left: int
     positions: int
     shards: int
     shards_done: int
@@ -59,7 +63,7 @@ class Forecast:
                 f"row {self.too_large[0]}",
                 "start the server with a larger --quota",
             )
-        if self.missing + self.reserve > self.free:
+        if self.missing and self.missing + self.reserve > self.free:
             raise StoreError(
                 f"not enough disk: {human_bytes(self.missing)} to write and {human_bytes(self.reserve)} to keep free, "
                 f"{human_bytes(self.free)} there",
@@ -75,11 +79,12 @@ class Forecast:
         for name, size in self.by_field.items():
             table.add_row(f"  {name}", human_bytes(size))
         table.add_row("store", f"{human_bytes(self.total)} in {self.shards:,} shards ({self.shards_done:,} done)")
-        table.add_row("to write", human_bytes(self.missing))
+        table.add_row("to allocate", human_bytes(self.missing))
         table.add_row("disk", f"{human_bytes(self.free)} free, {human_bytes(self.reserve)} kept free")
         if self.tokens_per_s:
-            seconds = self.tokens / self.tokens_per_s * self.missing / max(1, self.total)
-            table.add_row("time", f"{human_time(seconds)} at {self.tokens_per_s:,.0f} tokens/s, as last time")
+            left = human_time(self.tokens_left / self.tokens_per_s)
+            rate = f"{self.tokens_per_s:,.0f} tokens/s, as last time"
+            table.add_row("time", f"{left} for {self.tokens_left:,} tokens at {rate}")
         else:
             table.add_row("time", "unknown: no earlier session of this store")
         return table
@@ -101,6 +106,7 @@ def forecast(
     *,
     total: int,
     missing: int,
+    tokens_left: int,
     shards: tuple[int, int],
     root: Path,
     reserve: int,
@@ -111,7 +117,8 @@ def forecast(
         corpus: rows to capture.
         info: what the engine admits.
         positions_n: kept `last` positions of each row, [N].
-        total, missing: bytes of the whole store, and of its shards that have no file yet.
+        total, missing: bytes of the whole store, and those the disk has not given it yet.
+        tokens_left: tokens of rows still to capture.
         shards: how many in all, and how many complete.
         root: the store's folder; need not exist.
         reserve: bytes to keep free.
@@ -122,6 +129,7 @@ def forecast(
     return Forecast(
         rows=len(corpus),
         tokens=tokens,
+        tokens_left=tokens_left,
         positions=positions,
         shards=shards[0],
         shards_done=shards[1],
@@ -129,7 +137,7 @@ def forecast(
         total=total,
         missing=missing,
         free=shutil.disk_usage(_existing(root)).free,
-        reserve=reserve if missing else 0,
+        reserve=reserve,
         tokens_per_s=last_rate(root / EVENTS_DIR),
         too_long=_over(corpus.n_tokens, info.max_row_tokens),
         max_row_tokens=info.max_row_tokens,

@@ -28,6 +28,7 @@ from eyas.extract.signals import StopSignals
 from eyas.extract.worker import Report
 from eyas.extract.workers import work_here, work_in_processes
 from eyas.positions import kept_counts
+from eyas.store.documents import journalled_rows
 from eyas.store.plan import Shard
 from eyas.store.writer import ShardState, StoreWriter
 
@@ -261,6 +262,11 @@ def plan_of(job: Job, corpus: Corpus, info: EngineInfo, writer: StoreWriter) -> 
         kept_counts(corpus.n_tokens, corpus.n_positions, info.spec.last),
         total=writer.plan.total_bytes,
         missing=sum(missing),
+        tokens_left=sum(
+            shard.tokens - sum(int(corpus.n_tokens[row]) for row in journalled_rows(writer.paths(shard)))
+            for shard, state in zip(writer.plan.shards, states, strict=True)
+            if state is not ShardState.COMPLETE
+        ),
         shards=(len(states), states.count(ShardState.COMPLETE)),
         root=job.store,
         reserve=job.cfg.store.reserve_bytes,

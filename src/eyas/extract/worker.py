@@ -230,7 +230,7 @@ class Worker:
             waits = int(result.retry is Retry.WAIT)
             self._report(Report(shard.index, waits=waits, retries=1 - waits))
             if result.retry is Retry.PROBE:
-                self._report(Report(shard.index, note=f"the server is asked for proof again ({result.reason})"))
+                self._report(Report(shard.index, note=f"{result.reason}: waiting until the server proves itself again"))
                 await self._engine.reprobe()
             await self._sleep(delay_s)
             delay_s = min(2 * delay_s, _LONGEST_WAIT_S)

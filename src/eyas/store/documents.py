@@ -11,6 +11,7 @@ from pathlib import Path
 from eyas.errors import IntegrityError, StoreError
 from eyas.store.files import ShardPaths, disk_errors, write_atomic
 from eyas.store.format import MANIFEST_FILE, STORE_FILE, Sidecar, StoreInfo, manifest_json
+from eyas.store.journal import RowOk, decode_journal
 
 
 def read_store_info(root: str | Path) -> StoreInfo:
@@ -69,6 +70,15 @@ def read_complete(paths: ShardPaths) -> Sidecar | None:
     return sidecar
 
 
+def journalled_rows(paths: ShardPaths) -> list[int]:
+    """Corpus rows that an open shard's journal says are stored; read only, so a writer may go on meanwhile."""
+    try:
+        sessions = decode_journal(paths.journal.read_bytes()).sessions
+    except FileNotFoundError:
+        return []
+    return sorted(row for session in sessions for row, entry in session.rows.items() if isinstance(entry, RowOk))
+
+
 def write_manifest(root: str | Path) -> None:
     """Write `manifest.json` from the sidecars of complete shards. Any number of processes may do so.
 
@@ -101,6 +111,7 @@ def describe_store(root: str | Path) -> list[tuple[str, str]]:
     folder, info = Path(root), read_store_info(root)
     spec, shards = info.spec, info.plan.shards
     done = [sidecar for shard in shards if (sidecar := read_complete(ShardPaths(folder, shard.stem))) is not None]
+    opened = sum(len(journalled_rows(ShardPaths(folder, shard.stem))) for shard in shards)
     reasons = Counter(reason for sidecar in done for reason in sidecar.failed.values())
     failed = ", ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common()) or "none"
     return [
@@ -109,7 +120,7 @@ def describe_store(root: str | Path) -> list[tuple[str, str]]:
         ("spec", spec.spec_id),
         ("corpus", ", ".join(f"{key} {value}" for key, value in info.corpus.items())),
         ("shards", f"{len(done):,} of {len(shards):,} complete, {sum(s.bytes for s in done):,} bytes"),
-        ("rows", f"{sum(s.ok_rows for s in done):,} good of {shards[-1].stop:,}"),
+        ("rows", f"{sum(s.ok_rows for s in done) + opened:,} good of {shards[-1].stop:,}, {opened:,} in open shards"),
         ("failed", failed),
         ("written by", "; ".join(sorted({_engine(p) for s in done for p in s.provenance})) or "nobody yet"),
     ]
