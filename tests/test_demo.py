@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from eyas import demo
 from eyas.data.corpus import Corpus
-from eyas.data.sources import Chat, Sampled, read_chats
+from eyas.data.rows import Chat, Sampled
+from eyas.data.sources import read_chats
 from eyas.data.template import Template
 from eyas.demo import AnswersReport, Prompt, demo_corpus, make_answers, make_corpus, read_prompts
 from eyas.errors import ConfigError

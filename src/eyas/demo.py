@@ -27,7 +27,8 @@ from transformers.utils import logging as transformers_logging
 from eyas.capture.contract import token_hash
 from eyas.config import Config, ExtractConfig, StoreConfig
 from eyas.data.prepare import PrepareReport, prepare
-from eyas.data.sources import Chat, Message, Sampled, read_chats
+from eyas.data.rows import Chat, Message, Sampled
+from eyas.data.sources import read_chats
 from eyas.data.template import Template
 from eyas.errors import ConfigError
 from eyas.extract.forecast import last_rate

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eyas.data import sources
-from eyas.data.sources import Chat, Dropped, DropReason, Sampled, read_chats
+from eyas.data.rows import Chat, Dropped, DropReason, Sampled
+from eyas.data.sources import read_chats
 from eyas.errors import ConfigError
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]

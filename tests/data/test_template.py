@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from eyas.data.sources import DropReason, Message, Sampled
+from eyas.data.rows import DropReason, Message, Sampled
 from eyas.data.template import CUT_AT_LIMIT, LAST_TURN_CUT, Encoded, Rejected, Template, fit
 from eyas.errors import ConfigError
 

@@ -19,7 +19,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from eyas.data.corpus import CorpusMeta, CorpusWriter
-from eyas.data.sources import Chat, Dropped, Sampled, read_chats
+from eyas.data.rows import Chat, Dropped, Sampled
+from eyas.data.sources import read_chats
 from eyas.data.template import Encoded, Rejected, Template, fit
 from eyas.errors import ConfigError
 

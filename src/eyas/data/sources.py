@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from eyas.data.rows import Chat, Dropped, DropReason, Message, Sampled
 from eyas.errors import ConfigError
 
 #: The longest line read into memory.
@@ -37,73 +36,6 @@ ROLES: Final = {
 
 _TOOL_ROLES: Final = ("tool", "function", "ipython", "observation", "function_call")
 _MEDIA_COLUMNS: Final = ("image", "images", "audio", "audios", "video", "videos")
-
-#: A chat message as templates take it: `role`, `content`, at times `reasoning_content`.
-Message = dict[str, str]
-
-
-class DropReason(StrEnum):
-    """Why a row is not in the corpus. Closed: reports and tests match on it."""
-
-    BAD_UTF8 = "bad-utf8"
-    BAD_JSON = "bad-json"
-    LINE_TOO_LONG = "line-too-long"
-    NOT_AN_OBJECT = "not-an-object"
-    UNKNOWN_COLUMNS = "unknown-columns"
-    BAD_MESSAGES = "bad-messages"  # not a non-empty list of objects with a role and a text
-    BAD_TEXT = "bad-text"  # holds half a surrogate pair: no tokenizer can encode it
-    BAD_TOKENS = "bad-tokens"  # token ids that are not lists of ids of the target's vocabulary
-    UNKNOWN_ROLE = "unknown-role"
-    NOT_TEXT = "not-text"  # images, audio
-    TOOLS = "tools-unsupported"
-    OTHER_TOKENIZER = "other-tokenizer"  # token ids made with another tokenizer than the target's
-    PROMPT_ONLY = "prompt-only"  # no answer to learn from
-    EMPTY_ANSWER = "empty-answer"  # every answer is blank
-    TEMPLATE_ERROR = "template-error"
-    REWRITES_HISTORY = "template-rewrites-history"  # a turn renders otherwise once more turns follow
-    TOKEN_STRADDLES = "token-straddles-turn"  # one token holds the end of the prompt and the start of the answer
-    TOO_LONG = "too-long"
-    NOTHING_TO_LEARN = "nothing-to-learn"  # no two trained tokens in a row
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """One conversation; ids need not be unique, a corpus row is known by its number."""
-
-    id: str
-    messages: list[Message]
-    file: str
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One answer as token ids, exactly as the target sampled them: nothing is rendered or tokenised again.
-
-    Attributes:
-        prompt_ids, answer_ids: token ids; the answer holds its end token only if the target emitted one.
-        tokenizer_hash: of the tokenizer that made the ids; empty when the row does not say.
-    """
-
-    id: str
-    prompt_ids: list[int]
-    answer_ids: list[int]
-    tokenizer_hash: str
-    file: str
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A row that is not kept: why (by name), where, and what exactly."""
-
-    reason: DropReason
-    file: str
-    line: int
-    detail: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.detail}" if self.detail else f"{self.file}:{self.line}"
 
 
 class _BadRowError(Exception):

@@ -24,7 +24,7 @@ from typing import Any, Final, cast
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from eyas.data.sources import DropReason, Message, Sampled
+from eyas.data.rows import DropReason, Message, Sampled
 from eyas.errors import ConfigError
 from eyas.positions import loss_positions
 
