@@ -99,8 +99,9 @@ def test_finished_answers_equal_their_chat_rendered(answered: Path, template: Te
     finished = [row for row in rows_of(answered) if row["finished"]]
     assert finished
     for row in finished:
-        encoded = template.encode(row["conversations"])
-        assert encoded.tokens[: len(row["prompt_ids"] + row["answer_ids"])] == row["prompt_ids"] + row["answer_ids"]  # type: ignore[union-attr]
+        (encoded,) = template.encode(Chat("id", row["conversations"], "file", 1))  # type: ignore[misc]
+        ids = row["prompt_ids"] + row["answer_ids"]
+        assert encoded.tokens[: len(ids)].tolist() == ids
 
 
 def test_a_second_run_reuses_everything(

@@ -71,7 +71,7 @@ class PrepareReport:
         """Counts a row that is."""
         self.kept += 1
         self.tokens += len(row.tokens)
-        self.trained_tokens += sum(row.loss_mask)
+        self.trained_tokens += int(row.loss_mask.sum())
         self.changed.update(row.notes)
 
     def lines(self) -> list[str]:
@@ -154,22 +154,18 @@ def encode_rows(
     too_long: str = "cut",
 ) -> Iterator[Kept | Dropped]:
     """Each row with its tokens, or the reason why it has none, in order."""
-    chats = iter(template.encode_batch([row.messages for row in rows if isinstance(row, Chat)]))
+    results = iter(template.encode_batch([row for row in rows if not isinstance(row, Dropped)]))
     for row in rows:
-        match row:
-            case Dropped():
-                yield row
-                continue
-            case Chat():
-                result = next(chats)
-            case Sampled():
-                result = template.encode_sampled(row)
-        if isinstance(result, Encoded):
-            result = fit(result, max_tokens, too_long)
-        if isinstance(result, Rejected):
-            yield Dropped(result.reason, row.file, row.line, result.detail)
-        else:
-            yield Kept(row, result)
+        if isinstance(row, Dropped):
+            yield row
+            continue
+        found = next(results)
+        for result in (found,) if isinstance(found, Rejected) else found:
+            fitted = fit(result, max_tokens, too_long) if isinstance(result, Encoded) else result
+            if isinstance(fitted, Rejected):
+                yield Dropped(fitted.reason, row.file, row.line, fitted.detail)
+            else:
+                yield Kept(row, fitted)
 
 
 # --- samples for people -----------------------------------------------------------------------------------------------
@@ -178,7 +174,7 @@ def encode_rows(
 def render_sample(template: Template, kept: Kept, *, colour: bool) -> Text:
     """A row's text as the target sees it: trained tokens in colour, or between ⟦ and ⟧ where there is none."""
     source, row = kept.source, kept.row
-    trained = sum(row.loss_mask)
+    trained = int(row.loss_mask.sum())
     text = Text()
     place = f"{source.file}:{source.line}"
     text.append(f"── {source.id}  {len(row.tokens)} tokens, {trained} trained  ({place})\n", "dim")

@@ -21,10 +21,12 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Final, cast
 
+import numpy as np
+import numpy.typing as npt
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from eyas.data.rows import DropReason, Message, Sampled
+from eyas.data.rows import Chat, DropReason, Message, Preformatted, Sampled
 from eyas.errors import ConfigError
 from eyas.positions import loss_positions
 
@@ -44,12 +46,18 @@ LAST_TURN_CUT: Final = "last-user-turn-cut"
 CUT_AT_LIMIT: Final = "cut-at-max-tokens"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """One row: token ids and 0/1 loss mask of the same length, and notes on what was changed."""
+    """One row of a corpus.
 
-    tokens: list[int]
-    loss_mask: list[int]
+    Attributes:
+        tokens: int32 [T] token ids.
+        loss_mask: uint8 [T], 1 where the token is trained.
+        notes: what was changed in it.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
     notes: tuple[str, ...] = ()
 
 
@@ -98,7 +106,10 @@ class Template:
         end_ids: Iterable[int] = (),
         vocab_size: int | None = None,
         options: Mapping[str, Any] | None = None,
+        rewritten_turns: str = "context",
+        empty_prompt: str = "keep",
     ) -> None:
+        self.rewritten_turns, self.empty_prompt = rewritten_turns, empty_prompt
         self.tokenizer, self.model, self.options = tokenizer, model, dict(options or {})
         own = tokenizer.eos_token_id
         self.end_ids = frozenset(end_ids) | ({own} if isinstance(own, int) else set())
@@ -110,7 +121,15 @@ class Template:
         self._require_generation_prompt()
 
     @classmethod
-    def load(cls, model: str, *, trust_remote_code: bool = False, options: Mapping[str, Any] | None = None) -> Template:
+    def load(
+        cls,
+        model: str,
+        *,
+        trust_remote_code: bool = False,
+        options: Mapping[str, Any] | None = None,
+        rewritten_turns: str = "context",
+        empty_prompt: str = "keep",
+    ) -> Template:
         """The tokenizer and template of a local folder or a Hugging Face model id.
 
         Raises:
@@ -133,27 +152,43 @@ class Template:
             end_ids=_eos_ids(generation, config, inner),
             vocab_size=config.get("vocab_size") or inner.get("vocab_size"),
             options=options,
+            rewritten_turns=rewritten_turns,
+            empty_prompt=empty_prompt,
         )
 
-    def encode(self, messages: Sequence[Message]) -> Encoded | Rejected:
-        """Token ids and loss mask of one conversation."""
-        return self.encode_batch([messages])[0]
+    def encode(self, row: Chat | Preformatted | Sampled) -> tuple[Encoded, ...] | Rejected:
+        """Token ids and loss mask of one row."""
+        return self.encode_batch([row])[0]
 
-    def encode_batch(self, conversations: Sequence[Sequence[Message]]) -> list[Encoded | Rejected]:
+    def encode_batch(self, rows: Sequence[Chat | Preformatted | Sampled]) -> list[tuple[Encoded, ...] | Rejected]:
         """As `encode`, for many at once: each distinct text is tokenised once, all in one call."""
-        plans = [self._plan(list(messages)) for messages in conversations]
+        plans = [self._plan(row.messages) if isinstance(row, Chat) else row for row in rows]
         texts = {text for plan in plans if isinstance(plan, _Plan) for text in _texts(plan)}
         ids = self._tokenize(sorted(texts))
-        return [self._mask(plan, ids) if isinstance(plan, _Plan) else plan for plan in plans]
+        return [self._finish(plan, ids) for plan in plans]
 
-    def encode_sampled(self, row: Sampled) -> Encoded | Rejected:
+    def _finish(
+        self, plan: _Plan | Rejected | Preformatted | Sampled, ids: Mapping[str, list[int]]
+    ) -> tuple[Encoded, ...] | Rejected:
+        match plan:
+            case Rejected():
+                return plan
+            case Preformatted():
+                return Rejected(DropReason.OTHER_TEMPLATE)
+            case Sampled():
+                result = self._sampled(plan)
+            case _Plan():
+                result = self._mask(plan, ids)
+        return (result,) if isinstance(result, Encoded) else result
+
+    def _sampled(self, row: Sampled) -> Encoded | Rejected:
         """Ids as the target sampled them: the whole answer is trained, its end token only if it was emitted."""
         if row.tokenizer_hash not in ("", self.tokenizer_hash):
             return Rejected(DropReason.OTHER_TOKENIZER, f"made with tokenizer {row.tokenizer_hash}")
         if not row.answer_ids:
             return Rejected(DropReason.EMPTY_ANSWER)
         mask = [0] * len(row.prompt_ids) + [1] * len(row.answer_ids)
-        return self._checked(Encoded(row.prompt_ids + row.answer_ids, mask))
+        return self._checked(row.prompt_ids + row.answer_ids, mask, ())
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         """The chat template's text. Raises whatever the template raises."""
@@ -218,13 +253,15 @@ class Template:
             ends = [i for i in range(len(prompt), len(answered)) if answered[i] in self.end_ids]
             stop = ends[-1] + 1 if ends else len(answered)
             mask[len(prompt) : stop] = [1] * (stop - len(prompt))
-        return self._checked(Encoded(tokens, mask, plan.notes))
+        return self._checked(tokens, mask, plan.notes)
 
-    def _checked(self, row: Encoded) -> Encoded | Rejected:
-        outside = [token for token in row.tokens if not 0 <= token < self.vocab_size]
+    def _checked(self, tokens: list[int], mask: list[int], notes: tuple[str, ...]) -> Encoded | Rejected:
+        outside = [token for token in tokens if not 0 <= token < self.vocab_size]
         if outside:
             return Rejected(DropReason.BAD_TOKENS, f"token {outside[0]} is outside the vocabulary of {self.vocab_size}")
-        return row if len(loss_positions(row.loss_mask)) else Rejected(DropReason.NOTHING_TO_LEARN)
+        if not len(loss_positions(mask)):
+            return Rejected(DropReason.NOTHING_TO_LEARN)
+        return Encoded(np.asarray(tokens, np.int32), np.asarray(mask, np.uint8), notes)
 
     def _require_generation_prompt(self) -> None:
         """A template that ignores `add_generation_prompt` would have its assistant header trained."""
@@ -248,7 +285,9 @@ def fit(row: Encoded, max_tokens: int | None, too_long: str) -> Encoded | Reject
         return row
     mask = row.loss_mask[:max_tokens]
     if too_long == "drop" or not len(loss_positions(mask)):
-        return Rejected(DropReason.TOO_LONG, f"{len(row.tokens)} tokens, the answer starts at {row.loss_mask.index(1)}")
+        return Rejected(
+            DropReason.TOO_LONG, f"{len(row.tokens)} tokens, the answer starts at {int(row.loss_mask.argmax())}"
+        )
     return replace(row, tokens=row.tokens[:max_tokens], loss_mask=mask, notes=(*row.notes, CUT_AT_LIMIT))
 
 
