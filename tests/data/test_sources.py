@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eyas.data import sources
+from eyas.data import files
 from eyas.data.rows import Chat, Dropped, DropReason, Sampled
 from eyas.data.sources import read_chats
 from eyas.errors import ConfigError
@@ -50,7 +50,7 @@ def reason_of(folder: Path, row: object) -> DropReason:
 )
 def test_layouts_read_alike(tmp_path: Path, row: dict[str, object]) -> None:
     (chat,) = read(tmp_path, {"id": "a", **row})
-    assert chat == Chat("a", TURNS, str(tmp_path / "rows.jsonl"), 1)
+    assert chat == Chat("a", TURNS, str(tmp_path / "rows.jsonl"), 1, source="rows")
 
 
 def test_roles(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_reasoning_reaches_the_template(tmp_path: Path) -> None:
 
 def test_sampled_ids(tmp_path: Path) -> None:
     row = {"id": 7, "prompt_ids": [1, 2], "answer_ids": [3], "tokenizer_hash": "ab", "conversations": TURNS}
-    assert read(tmp_path, row) == [Sampled("7", [1, 2], [3], "ab", str(tmp_path / "rows.jsonl"), 1)]
+    assert read(tmp_path, row) == [Sampled("7", [1, 2], [3], "ab", str(tmp_path / "rows.jsonl"), 1, source="rows")]
     assert reason_of(tmp_path, {**row, "answer_ids": [3, True]}) is DropReason.BAD_TOKENS
     assert reason_of(tmp_path, {**row, "prompt_ids": "1 2"}) is DropReason.BAD_TOKENS
 
@@ -134,7 +134,7 @@ def test_a_line_beyond_the_limit_is_skipped_whole(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(good)
         for _ in range(3):
-            file.write(b" " * (sources.MAX_LINE_BYTES // 2))
+            file.write(b" " * (files.MAX_LINE_BYTES // 2))
         file.write(b"\n" + good + b'"\xff"\n')
     kinds = [(row.line, row.reason if isinstance(row, Dropped) else None) for row in read_chats(path)]
     assert kinds == [(1, None), (2, DropReason.LINE_TOO_LONG), (3, None), (4, DropReason.BAD_UTF8)]

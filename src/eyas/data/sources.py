@@ -1,227 +1,90 @@
-"""Chats from files, one row at a time: a good row is a `Chat`, a bad one a `Dropped` that says what and where.
+"""Inputs as the user names them -> rows, one at a time: a good one, or a `Dropped` that says what and where.
 
-    read_chats(path) -> Chat | Sampled | Dropped, ...
-
-Rows read (JSON lines):
-    {"id": ..., "conversations": [{"role": ..., "content": ...}, ...]}       also under `messages`; `conversations` wins
-    {"id": ..., "conversations": [{"from": "human", "value": ...}, ...]}     ShareGPT
-    {"id": ..., "prompt_ids": [...], "answer_ids": [...]}                    token ids as a target sampled them; wins
-
-Roles are folded (case, spaces) and mapped by ROLES; any other role drops the row. A null field is the same as none.
+    open_sources(sources) -> [Input, ...]        Input.rows_raw() -> Raw, ...        parse(raw) -> Row
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import glob
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Final
 
-from eyas.data.rows import Chat, Dropped, DropReason, Message, Sampled
+from eyas.config import SourceConfig
+from eyas.data.files import Raw, read_lines
+from eyas.data.layouts import parse
+from eyas.data.rows import Row
 from eyas.errors import ConfigError
 
-#: The longest line read into memory.
-MAX_LINE_BYTES: Final = 64 << 20
-
-#: Role as written, folded -> role given to the chat template.
-ROLES: Final = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-}
-
-_TOOL_ROLES: Final = ("tool", "function", "ipython", "observation", "function_call")
-_MEDIA_COLUMNS: Final = ("image", "images", "audio", "audios", "video", "videos")
+__all__ = ["Input", "Raw", "open_sources", "parse", "read_chats", "read_rows"]
 
 
-class _BadRowError(Exception):
-    """Inside this module only: unwinds a row's parser; becomes a Dropped."""
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One file to read, picklable.
 
-    def __init__(self, reason: DropReason, detail: str = "") -> None:
-        super().__init__(detail)
-        self.reason, self.detail = reason, detail
+    Attributes:
+        source: its label in the statistics.
+        weight: how often its rows are seen; for the reader of the rows to apply.
+        max_rows: at most so many rows are read, bad ones included; applied here.
+    """
+
+    source: str
+    path: str
+    weight: float = 1.0
+    max_rows: int | None = None
+
+    def rows_raw(self) -> Iterator[Raw]:
+        """Each row as it was read, in order."""
+        yield from islice(read_lines(Path(self.path), self.source), self.max_rows)
 
 
-def read_chats(path: Path) -> Iterator[Chat | Sampled | Dropped]:
-    """Every row of `path`, in order; memory is bounded by the longest row.
+def open_sources(sources: Sequence[SourceConfig | Path | str]) -> list[Input]:
+    """The files that `sources` name, in order, each one checked before any work.
+
+    Raises:
+        ConfigError: nothing is there, it cannot be read, or it is of a kind not known.
+    """
+    inputs: list[Input] = []
+    for source in sources:
+        config = source if isinstance(source, SourceConfig) else SourceConfig(path=str(source))
+        for path in _expand(config.path):
+            _check(path)
+            inputs.append(Input(config.name or path.stem, str(path), config.weight, config.max_rows))
+    return inputs
+
+
+def read_rows(inputs: Iterable[Input], roles: Mapping[str, str] = {}) -> Iterator[Row]:
+    """Every row of `inputs`, in order; memory is bounded by the longest row."""
+    for one in inputs:
+        for raw in one.rows_raw():
+            yield parse(raw, roles)
+
+
+def read_chats(path: Path) -> Iterator[Row]:
+    """Every row of one file, in order.
 
     Raises:
         ConfigError: the file is missing, cannot be read, or is of a kind not known.
     """
-    match path.suffix.lower():
-        case ".jsonl" | ".ndjson":
-            yield from _read_jsonl(path)
-        case other:
-            raise ConfigError("unknown kind of input file", path, f"expected .jsonl, got {other or 'no suffix'}")
+    yield from read_rows(open_sources([path]))
 
 
-# --- lines ------------------------------------------------------------------------------------------------------------
+def _expand(path: str) -> list[Path]:
+    if Path(path).exists() or not glob.has_magic(path):
+        return [Path(path)]
+    found = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - absolute patterns too
+    if not found:
+        raise ConfigError("no file matches", path)
+    return [Path(name) for name in found]
 
 
-def _read_jsonl(path: Path) -> Iterator[Chat | Sampled | Dropped]:
-    name = str(path)
+def _check(path: Path) -> None:
     try:
-        with path.open("rb") as file:
-            for number, offset, line in _lines(file):
-                try:
-                    yield _row(_json(line, offset), name, path.stem, number)
-                except _BadRowError as bad:
-                    yield Dropped(bad.reason, name, number, bad.detail)
+        with path.open("rb"):
+            pass
     except OSError as error:
         raise ConfigError("cannot read the input file", path, error.strerror or str(error)) from error
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes | None]]:
-    r"""(line number from 1, byte offset, line) of each line that is not blank; None for one that is too long.
-
-    Lines end at \n alone: U+2028, U+0085 and their like are text to JSON.
-    """
-    number = offset = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        start, offset = offset, offset + len(line)
-        if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-                offset += len(rest)
-            offset += len(rest)
-            yield number, start, None
-            continue
-        if number == 1 and line.startswith(b"\xef\xbb\xbf"):
-            line, start = line[3:], 3
-        if line.strip():
-            yield number, start, line
-
-
-def _json(line: bytes | None, offset: int) -> dict[str, Any]:
-    if line is None:
-        raise _BadRowError(DropReason.LINE_TOO_LONG, f"more than {MAX_LINE_BYTES} bytes")
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _BadRowError(DropReason.BAD_UTF8, f"byte {offset + error.start} of the file: {error.reason}") from error
-    except json.JSONDecodeError as error:
-        cut = "" if line.endswith(b"\n") else "; the file ends in the middle of a line"
-        raise _BadRowError(DropReason.BAD_JSON, f"column {error.colno}: {error.msg}{cut}") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nesting without end
-        raise _BadRowError(DropReason.BAD_JSON, str(error)) from error
-    if not isinstance(row, dict):
-        raise _BadRowError(DropReason.NOT_AN_OBJECT, f"the line holds {_kind(row)}, not an object")
-    return _without_nulls(row)
-
-
-# --- layouts ----------------------------------------------------------------------------------------------------------
-
-
-def _row(row: dict[str, Any], file: str, stem: str, line: int) -> Chat | Sampled:
-    row_id = _id(row.get("id"), f"{stem}:{line}")
-    match row:
-        case {"prompt_ids": prompt, "answer_ids": answer}:
-            made_with = row.get("tokenizer_hash", "")
-            return Sampled(row_id, _ids(prompt, "prompt_ids"), _ids(answer, "answer_ids"), str(made_with), file, line)
-        case {"conversations": turns} | {"messages": turns}:
-            if found := [column for column in _MEDIA_COLUMNS if row.get(column)]:
-                raise _BadRowError(DropReason.NOT_TEXT, f"column {found[0]}")
-            if row.get("tools"):
-                raise _BadRowError(DropReason.TOOLS, "column tools")
-            return Chat(row_id, _messages(turns), file, line)
-        case _:
-            found = ", ".join(sorted(map(str, row))) or "none"
-            raise _BadRowError(DropReason.UNKNOWN_COLUMNS, f"found {found}; expected conversations or messages")
-
-
-def _messages(turns: Any) -> list[Message]:
-    if isinstance(turns, str):  # some tables keep the list as its JSON text
-        try:
-            turns = json.loads(turns)
-        except (ValueError, RecursionError) as error:
-            raise _BadRowError(DropReason.BAD_MESSAGES, "the conversation is a text, not a list") from error
-    if not isinstance(turns, list) or not turns:
-        raise _BadRowError(DropReason.BAD_MESSAGES, f"the conversation is {_kind(turns)}, not a list of messages")
-    return [_message(turn, f"message {i}") for i, turn in enumerate(turns)]
-
-
-def _message(turn: Any, where: str) -> Message:
-    if not isinstance(turn, dict):
-        raise _BadRowError(DropReason.BAD_MESSAGES, f"{where} is {_kind(turn)}, not an object")
-    turn = _without_nulls(turn)
-    if turn.get("tool_calls") or turn.get("function_call"):
-        raise _BadRowError(DropReason.TOOLS, f"{where} calls tools")
-    match turn:
-        case {"role": role, "content": content} | {"from": role, "value": content}:
-            pass
-        case {"role": _} | {"from": _}:
-            raise _BadRowError(DropReason.BAD_MESSAGES, f"{where} has no content")
-        case _:
-            raise _BadRowError(DropReason.UNKNOWN_ROLE, f"{where} has no role")
-    message = {"role": _role(role, where), "content": _text(content, f"{where}.content")}
-    if reasoning := turn.get("reasoning_content"):
-        message["reasoning_content"] = _text(reasoning, f"{where}.reasoning_content")
-    return message
-
-
-def _role(role: Any, where: str) -> str:
-    folded = role.strip().lower() if isinstance(role, str) else ""
-    if folded in _TOOL_ROLES:
-        raise _BadRowError(DropReason.TOOLS, f"{where} has the role {folded}")
-    if folded not in ROLES:
-        raise _BadRowError(DropReason.UNKNOWN_ROLE, f"{where} has the role {role!r}")
-    return ROLES[folded]
-
-
-def _text(content: Any, where: str) -> str:
-    """A text, or the texts of a list of text parts joined; never the `repr` of anything else."""
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        texts = [text for text in parts if isinstance(text, str)]
-        if not parts or len(texts) < len(parts):
-            raise _BadRowError(
-                DropReason.NOT_TEXT, f"{where} has parts that are not text" if parts else f"{where} is []"
-            )
-        content = "".join(texts)
-    if not isinstance(content, str):
-        raise _BadRowError(DropReason.BAD_MESSAGES, f"{where} is {_kind(content)}, not a text")
-    try:
-        content.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _BadRowError(DropReason.BAD_TEXT, f"{where} has half a surrogate pair at {error.start}") from error
-    return content
-
-
-def _ids(value: Any, where: str) -> list[int]:
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise _BadRowError(DropReason.BAD_TOKENS, f"{where} is not a list of integers")
-    return value
-
-
-def _id(value: Any, missing: str) -> str:
-    if value is None:
-        return missing
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if value is not None}
-
-
-def _kind(value: Any) -> str:
-    """How JSON names the value's type."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int() | float():
-            return "a number"
-        case str():
-            return "a text"
-        case list():
-            return "a list" if value else "an empty list"
-        case _:
-            return "an object"
+    if path.suffix.lower() not in (".jsonl", ".ndjson"):
+        raise ConfigError("unknown kind of input file", path, f"expected .jsonl, got {path.suffix or 'no suffix'}")
