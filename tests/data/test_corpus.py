@@ -136,6 +136,39 @@ def test_rows_out_of_range(tmp_path: Path, bounds: tuple[int, int]) -> None:
             corpus[index]
 
 
+def test_rows_say_where_they_came_from(tmp_path: Path) -> None:
+    with CorpusWriter(tmp_path / "c", META) as writer:
+        writer.add("a", [1, 2], [1, 1], "first")
+        writer.add("b", [3, 4, 5], [0, 1, 1])
+    corpus = Corpus.open(tmp_path / "c")
+    assert [(row.id, row.source) for row in corpus] == [("a", "first"), ("b", "")]
+    assert corpus.digest == Corpus.open(write(tmp_path / "d", content(corpus))).digest, "a label is no content"
+
+
+def test_row_groups_are_the_rows(tmp_path: Path) -> None:
+    corpus = Corpus.open(write(tmp_path / "c", long_rows()))
+    groups = list(corpus.row_groups())
+    assert [group.first for group in groups] == [0, 2, 4]
+    assert np.array_equal(
+        np.concatenate([group.tokens for group in groups]), np.concatenate([r.tokens for r in corpus])
+    )
+    assert [row for group in groups for row in np.diff(group.offsets)] == corpus.n_tokens.tolist()
+
+
+def test_the_file_format_has_not_changed(tmp_path: Path) -> None:
+    """The digest is written into stores: another one for the same rows would orphan them."""
+    path = write(tmp_path / "c", [("a", [1, 2, 3], [0, 1, 1]), ("é", [4], [1])])
+    assert Corpus.open(path).digest == "f1ef1ca1601cd730b41175515f8045ad"
+    assert pq.read_schema(path).names == ["id", "source", "tokens", "loss_mask", "n_tokens", "n_positions"]
+
+
+def test_the_folder_that_prepare_wrote_is_its_corpus(tmp_path: Path) -> None:
+    write(tmp_path / corpus_module.CORPUS_FILE, [("a", [1, 2], [1, 1])])
+    corpus = Corpus.open(tmp_path)
+    assert (len(corpus), corpus.path) == (1, tmp_path / corpus_module.CORPUS_FILE)
+    assert pickle.loads(pickle.dumps(corpus)).digest == corpus.digest
+
+
 # --- verification -----------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +213,7 @@ def broken_files(folder: Path) -> dict[str, Path]:
     pq.write_table(pa.table({"x": [1]}).replace_schema_metadata({key: b"{}"}), files["other columns"])
     table = pq.read_table(folder / "whole")
     pq.write_table(table.replace_schema_metadata({key: b'{"version": 99}'}), files["version"])
-    pq.write_table(table.replace_schema_metadata({key: b'{"version": 1, "strange": 2}'}), files["metadata"])
+    pq.write_table(table.replace_schema_metadata({key: b'{"version": 2, "strange": 2}'}), files["metadata"])
     return files
 
 

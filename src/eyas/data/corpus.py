@@ -1,11 +1,12 @@
 """The tokenised corpus: one Parquet file, written once, read by row number.
 
     with CorpusWriter(path, template_meta) as writer:      corpus = Corpus.open(path)
-        writer.add(id, tokens, loss_mask)                  corpus.n_tokens, corpus.rows(start, stop), corpus[i]
+        writer.add(id, tokens, loss_mask, source)          corpus.n_tokens, corpus.rows(start, stop), corpus[i]
 
-Columns: id string, tokens list<int32>, loss_mask list<uint8>, n_tokens int32, n_positions int32. The Parquet metadata
-hold one JSON object under the key `eyas`: CorpusMeta and the digest. A corpus is known by its digest, a content address
-over every row's id, tokens and mask and the tokenizer and template hashes; a row is known by its number.
+Columns: id string, source string (label of the input), tokens list<int32>, loss_mask list<uint8>, n_tokens int32,
+n_positions int32. The Parquet metadata hold one JSON object under the key `eyas`: CorpusMeta and the digest. A corpus
+is known by its digest, a content address over every row's id, tokens and mask and the tokenizer and template hashes; a
+row is known by its number.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from eyas.capture.contract import PROBE_ROW
 from eyas.errors import ConfigError, IntegrityError, StoreError
 from eyas.positions import loss_positions
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 METADATA_KEY: Final = "eyas"
+#: The corpus in a folder that `eyas prepare` wrote.
+CORPUS_FILE: Final = "corpus.parquet"
 #: A row group is closed at the first of these: it is what one read brings into memory.
 GROUP_TOKENS: Final = 1 << 20
 GROUP_ROWS: Final = 1 << 16
@@ -37,6 +40,7 @@ GROUP_ROWS: Final = 1 << 16
 SCHEMA: Final = pa.schema(
     [
         ("id", pa.string()),
+        ("source", pa.string()),
         ("tokens", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.uint8())),
         ("n_tokens", pa.int32()),
@@ -51,7 +55,7 @@ class CorpusMeta:
 
     Attributes:
         model: name or folder of the target, as given.
-        tokenizer_hash, template_hash: 32 hex digits each; an empty template_hash means that no template was used.
+        tokenizer_hash, template_hash: 32 hex digits each; empty where it is not known.
         vocab_size: of the target; every token id is below it.
         rows, tokens, trained_tokens: totals.
         version: of this file format.
@@ -73,8 +77,36 @@ class CorpusRow:
 
     index: int
     id: str
+    source: str
     tokens: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGroup:
+    """Some rows one after another, as they lie in the file; read-only.
+
+    Attributes:
+        first: number of the first row.
+        ids, sources: of each row.
+        tokens: int32, of all rows, flat.
+        loss_mask: uint8, of all rows, flat.
+        offsets: int [rows + 1]; row `first + i` is `tokens[offsets[i] : offsets[i + 1]]`.
+    """
+
+    number: int
+    first: int
+    ids: list[str]
+    sources: list[str]
+    tokens: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+    offsets: npt.NDArray[np.int64]
+
+    def row(self, index: int) -> CorpusRow:
+        """Row `index` of the corpus, copied out."""
+        i = index - self.first
+        cut = slice(self.offsets[i], self.offsets[i + 1])
+        return CorpusRow(index, self.ids[i], self.sources[i], self.tokens[cut].copy(), self.loss_mask[cut].copy())
 
 
 class _Digest:
@@ -88,8 +120,8 @@ class _Digest:
         name = row_id.encode()
         self._sha.update(b"%d %d\n" % (len(name), len(tokens)))  # lengths first: rows cannot run into each other
         self._sha.update(name)
-        self._sha.update(tokens.astype("<i4", copy=False).tobytes())
-        self._sha.update(mask.tobytes())
+        self._sha.update(np.ascontiguousarray(tokens, dtype="<i4").data)
+        self._sha.update(np.ascontiguousarray(mask).data)
 
     def hexdigest(self) -> str:
         return self._sha.hexdigest()[:32]
@@ -110,7 +142,7 @@ class CorpusWriter:
         self.path, self._digest = path, _Digest(meta)
         self.meta = replace(meta, rows=0, tokens=0, trained_tokens=0)
         self._part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self._pending: list[tuple[str, npt.NDArray[np.int32], npt.NDArray[np.uint8]]] = []
+        self._pending: list[tuple[str, str, npt.NDArray[np.int32], npt.NDArray[np.uint8]]] = []
         self._pending_tokens = 0
 
     @property
@@ -121,13 +153,14 @@ class CorpusWriter:
     def __enter__(self) -> Self:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._writer = pq.ParquetWriter(self._part, SCHEMA, compression="zstd", use_dictionary=False)
+            dictionary: Any = ["source"]  # the stubs know only yes or no
+            self._writer = pq.ParquetWriter(self._part, SCHEMA, compression="zstd", use_dictionary=dictionary)
         except OSError as error:
             raise self._failed(error) from error
         return self
 
-    def add(self, row_id: str, tokens: npt.ArrayLike, loss_mask: npt.ArrayLike) -> None:
-        """Appends one row: token ids [T] and 0/1 mask [T]."""
+    def add(self, row_id: str, tokens: npt.ArrayLike, loss_mask: npt.ArrayLike, source: str = "") -> None:
+        """Appends one row: token ids [T] and 0/1 mask [T], and the label of the input it came from."""
         ids, mask = np.asarray(tokens, dtype=np.int32), np.asarray(loss_mask, dtype=np.uint8)
         if ids.shape != mask.shape or ids.ndim != 1 or not len(ids):
             raise ValueError(f"tokens {ids.shape} and loss_mask {mask.shape} must be equally long rows")
@@ -135,9 +168,9 @@ class CorpusWriter:
         if meta.rows >= PROBE_ROW:
             raise ConfigError(f"a corpus holds at most {PROBE_ROW} rows", self.path, "split the input")
         self._digest.add(row_id, ids, mask)
-        self._pending.append((row_id, ids, mask))
+        self._pending.append((row_id, source, ids, mask))
         self._pending_tokens += len(ids)
-        trained = meta.trained_tokens + int(mask.sum())
+        trained = meta.trained_tokens + int(np.count_nonzero(mask))
         self.meta = replace(meta, rows=meta.rows + 1, tokens=meta.tokens + len(ids), trained_tokens=trained)
         if self._pending_tokens >= GROUP_TOKENS or len(self._pending) >= GROUP_ROWS:
             self._flush()
@@ -163,9 +196,10 @@ class CorpusWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
-        ids, tokens, masks = zip(*self._pending, strict=True)
+        ids, sources, tokens, masks = zip(*self._pending, strict=True)
         columns = {
             "id": pa.array(ids, pa.string()),
+            "source": pa.array(sources, pa.string()),
             "tokens": _lists(tokens, pa.int32()),
             "loss_mask": _lists(masks, pa.uint8()),
             "n_tokens": pa.array([len(row) for row in tokens], pa.int32()),
@@ -205,26 +239,27 @@ class Corpus:
         self.n_positions: npt.NDArray[np.int32] = counts["n_positions"].to_numpy()
         groups = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
         self._starts = np.cumsum([0, *groups])
-        self._cached: _Group | None = None
+        self._cached: RowGroup | None = None
 
     @classmethod
     def open(cls, path: Path | str) -> Corpus:
-        """Opens a corpus for reading.
+        """Opens a corpus for reading: the file, or the folder that `eyas prepare` wrote.
 
         Raises:
             ConfigError: missing, unreadable, not a corpus, of another version, or empty.
         """
-        path = Path(path)
-        hint = "make it with eyas prepare"
+        path, hint = corpus_file(path), "make it with eyas prepare"
         try:
             footer = pq.read_metadata(path)
             text = (footer.metadata or {}).get(METADATA_KEY.encode())
-            if text is None or not footer.schema.to_arrow_schema().equals(SCHEMA):
+            if text is None:
                 raise ConfigError("not a corpus", path, hint)
             info = json.loads(text)
             if info.get("version") != FORMAT_VERSION:
-                versions = f"version {info.get('version')}, this is {FORMAT_VERSION}"
+                versions = f"version {info.get('version')}, this is {FORMAT_VERSION}; {hint}"
                 raise ConfigError("a corpus of another version", path, versions)
+            if not footer.schema.to_arrow_schema().equals(SCHEMA):
+                raise ConfigError("not a corpus", path, hint)
             if not footer.num_rows:
                 raise ConfigError("empty corpus", path, hint)
             corpus = cls(path, footer, info)
@@ -263,6 +298,11 @@ class Corpus:
                 yield decoded.row(index)
             start = end
 
+    def row_groups(self) -> Iterator[RowGroup]:
+        """All rows in order, many at a time: for what goes over whole columns."""
+        for number in range(len(self._starts) - 1):
+            yield self._read(number)
+
     def verify(self) -> None:
         """Reads every row and recomputes the digest.
 
@@ -285,53 +325,47 @@ class Corpus:
     def _group_of(self, index: int) -> int:
         return int(np.searchsorted(self._starts, index, side="right")) - 1
 
-    def _group(self, number: int) -> _Group:
+    def _group(self, number: int) -> RowGroup:
         # A shard is often much smaller than a row group: who reads shard after shard decodes each group once.
         group = self._cached
         if group is None or group.number != number:
             group = self._cached = self._read(number)
         return group
 
-    def _read(self, number: int) -> _Group:
+    def _read(self, number: int) -> RowGroup:
+        columns = ["id", "source", "tokens", "loss_mask"]
         try:
             with pq.ParquetFile(self.path, metadata=self._footer) as file:
-                table = file.read_row_group(number, columns=["id", "tokens", "loss_mask"]).combine_chunks()
+                table = file.read_row_group(number, columns=columns).combine_chunks()
         except (OSError, pa.ArrowInvalid) as error:
             raise IntegrityError("the corpus cannot be read", self.path, str(error)) from error
         tokens, masks = (table[name].chunk(0) for name in ("tokens", "loss_mask"))
-        return _Group(
+        offsets = tokens.offsets.to_numpy()
+        if not np.array_equal(offsets, masks.offsets.to_numpy()):
+            raise IntegrityError("a row's counts are wrong", self.path, "prepare it again")
+        return RowGroup(
             number,
             int(self._starts[number]),
             table["id"].to_pylist(),
-            _Lists(tokens.values.to_numpy(), tokens.offsets.to_numpy()),
-            _Lists(masks.values.to_numpy(), masks.offsets.to_numpy()),
+            table["source"].to_pylist(),
+            tokens.values.to_numpy(),
+            masks.values.to_numpy(),
+            offsets.astype(np.int64),
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Lists:
-    """A list column: list i is `values[offsets[i] : offsets[i + 1]]`."""
+def corpus_file(path: Path | str) -> Path:
+    """The corpus that a user named: a file, or the one in a folder that `eyas prepare` wrote.
 
-    values: npt.NDArray[Any]
-    offsets: npt.NDArray[np.int32]
-
-    def copy_of(self, i: int) -> npt.NDArray[Any]:
-        return self.values[self.offsets[i] : self.offsets[i + 1]].copy()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Group:
-    """A decoded row group; its rows are copied out when they are asked for."""
-
-    number: int
-    first: int
-    ids: list[str]
-    tokens: _Lists
-    masks: _Lists
-
-    def row(self, index: int) -> CorpusRow:
-        i = index - self.first
-        return CorpusRow(index, self.ids[i], self.tokens.copy_of(i), self.masks.copy_of(i))
+    Raises:
+        ConfigError: a folder without one.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    if not (file := path / CORPUS_FILE).is_file():
+        raise ConfigError("no corpus in the folder", path, f"expected {CORPUS_FILE} in it; make it with eyas prepare")
+    return file
 
 
 def _lists(rows: tuple[npt.NDArray[Any], ...], item: pa.DataType) -> pa.Array:
