@@ -126,6 +126,13 @@ class RegenerateConfig(Section):
     """Longest wait for one answer."""
     attempts: Annotated[int, Field(ge=1)] = 6
     """Tries of one request before its conversation is recorded as failed."""
+    retry_wait_s: Annotated[float, Field(gt=0)] = 1.0
+    """Pause before the second try; it doubles with each further one, up to a minute, with jitter. A server's
+    `Retry-After` goes first."""
+    away_s: Annotated[float, Field(ge=0)] = 300.0
+    """How long all servers may refuse connections before the run stops."""
+    drain_s: Annotated[float, Field(ge=0)] = 30.0
+    """How long Ctrl-C waits for answers in flight; a second Ctrl-C does not wait."""
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: Annotated[int, Field(ge=1)] = 2048
@@ -141,11 +148,13 @@ class RegenerateConfig(Section):
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key; a server without keys needs none."""
     price_prompt: Annotated[float, Field(ge=0)] = 0.0
-    """Dollars per million prompt tokens; a server that reports its own cost is believed."""
+    """Dollars per million prompt tokens; default: what the server lists. A reply that states its cost is believed."""
     price_completion: Annotated[float, Field(ge=0)] = 0.0
     """Dollars per million answer tokens."""
     max_cost: Annotated[float, Field(gt=0)] | None = None
-    """Dollars; requests that could pass it are not sent."""
+    """Dollars, over all sessions of one output; requests that could pass it are not sent."""
+    roles: dict[str, Literal["system", "user", "assistant", "tool"]] = {}
+    """Further role names: `{my_model_v2: assistant}`."""
 
 
 class CaptureConfig(Section):
