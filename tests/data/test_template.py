@@ -132,40 +132,46 @@ def representable(template: Template, text: str) -> str:
     return template.decode(template.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def check_mask(template: Template, messages: list[Message], contents: list[str], straddle: bool) -> None:
-    """The trained runs are exactly the answers and their end tokens, or the row is refused for a stated reason."""
+def emitted(text: str) -> str:
+    """What SmolLM2 would emit of an answer: a server stops at the first end token, planted or not."""
+    return text.partition("<|im_end|>")[0] + "<|im_end|>"
+
+
+def check_mask(template: Template, messages: list[Message], contents: list[str]) -> None:
+    """The trained runs are exactly the answers up to their first end token, or there is nothing to learn from."""
     row = encode(template, messages)
+    trained = [emitted(text) for text in contents if text.strip()]
     if isinstance(row, Rejected):
-        blank = not any(text.strip() for text in contents)
-        if blank:
-            assert row.reason is DropReason.EMPTY_ANSWER
+        if trained:
+            assert row.reason is DropReason.NOTHING_TO_LEARN
+            assert set(trained) == {"<|im_end|>"}
         else:
-            assert (row.reason, straddle) == (DropReason.TOKEN_STRADDLES, True)
-        return
-    trained = [text + "<|im_end|>" for text in contents if text.strip()]
-    assert spans(template, row) == trained
+            assert row.reason is DropReason.EMPTY_ANSWER
+    else:
+        assert spans(template, row) == trained
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.none() | TEXTS, st.lists(TEXTS, min_size=2, max_size=6))
 def test_trained_text_is_the_answers_text(smollm2: Template, system: str | None, texts: list[str]) -> None:
     texts = [representable(smollm2, text) for text in texts[: len(texts) // 2 * 2]]
-    messages = chat(*texts, system=system)
-    answers = texts[1::2]
-    # "assistant\n" may share a token with an answer that starts with white space, and only then.
-    check_mask(smollm2, messages, answers, any(text[:1].isspace() for text in answers))
+    check_mask(smollm2, chat(*texts, system=system), texts[1::2])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(TEXTS, min_size=2, max_size=4))
 def test_no_token_is_invented(smollm2: Template, texts: list[str]) -> None:
-    """The row is the template's own rendering, token for token, the last one included."""
-    messages = chat(*texts[: len(texts) // 2 * 2])
+    """The row is the template's own rendering, token for token, but where a token would straddle a turn's start."""
+    texts = texts[: len(texts) // 2 * 2]
+    assume(texts[-1].strip())  # else the last turn is cut
+    messages = chat(*texts)
     row = encode(smollm2, messages)
     assume(isinstance(row, Encoded))
     assert isinstance(row, Encoded)
     whole = smollm2.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    assert row.tokens.tolist() == whole
+    assert smollm2.decode(row.tokens.tolist()) == smollm2.decode(whole)
+    if not any(text[:1].isspace() for text in texts[1::2]):  # "assistant\n" may share a token with white space only
+        assert row.tokens.tolist() == whole
 
 
 def test_batches_and_single_rows_agree(smollm2: Template) -> None:
@@ -211,7 +217,6 @@ def test_two_answers_in_a_row_are_two_turns(smollm2: Template) -> None:
         ([], DropReason.PROMPT_ONLY),
         (chat("Hi", ""), DropReason.EMPTY_ANSWER),
         (chat("Hi", " \n\t", "x", ""), DropReason.EMPTY_ANSWER),
-        (chat("Hi", "\n\nHello"), DropReason.TOKEN_STRADDLES),
     ],
 )
 def test_rejections(smollm2: Template, messages: list[Message], reason: DropReason) -> None:
@@ -244,7 +249,7 @@ def no_newline(smollm2_dir: Path) -> Template:
 def test_no_newline_template(no_newline: Template, texts: list[str]) -> None:
     texts = [representable(no_newline, text) for text in texts[: len(texts) // 2 * 2]]
     answers = texts[1::2]
-    check_mask(no_newline, chat(*texts), answers, any(text[:1].isspace() for text in answers))
+    check_mask(no_newline, chat(*texts), answers)
 
 
 def test_the_templates_bos_is_not_doubled(with_template: Any) -> None:
@@ -259,12 +264,14 @@ def test_a_span_without_an_end_token_is_trained_to_its_end(with_template: Any) -
     assert spans(template, encode(template, chat("Hi", "Hello."))) == [" Hello.\n"]
 
 
-def test_rewritten_history_is_refused_by_name(with_template: Any) -> None:
-    template = with_template(LAST_TURN_THINKS)
-    assert spans(template, encode(template, chat("Hi", "Hello."))) == ["<think></think>Hello.<|im_end|>"]
-    row = encode(template, chat("Hi", "Hello.", "Bye", "Bye."))
-    assert isinstance(row, Rejected)
-    assert row.reason is DropReason.REWRITES_HISTORY
+def test_no_token_straddles_the_start_of_an_answer(smollm2: Template) -> None:
+    """At run time the prompt's ids are there before the first token of the answer is."""
+    row = encode(smollm2, chat("Hi", "\n\nHello"))
+    assert spans(smollm2, row) == ["\n\nHello<|im_end|>"]
+    prompt = smollm2.prompt_ids(chat("Hi"))
+    assert isinstance(row, Encoded)
+    assert row.tokens[: len(prompt)].tolist() == prompt
+    assert row.loss_mask[: len(prompt) + 1].tolist() == [0] * len(prompt) + [1]
 
 
 @pytest.mark.parametrize(

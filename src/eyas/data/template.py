@@ -1,48 +1,56 @@
-"""Messages -> token ids and loss mask, by the target's own tokenizer and chat template.
+"""Rows -> token ids and loss mask, by the target's own tokenizer and chat template.
 
-The assistant's tokens are found by rendering prefixes, never by searching the text: for an assistant message i,
+    rendering.py  messages -> text         mask.py        which text the target would emit
+    repairs.py    what a template will take, tools.py     whether it rendered calls
+    tokenizing.py text -> ids              template.py    all of it, for many rows at once
 
-    ids(messages[:i] + generation prompt)  is a prefix of  ids(messages[:i + 1])  is a prefix of  ids(messages)
-
-and what lies between the first two is what the target would have generated. It is trained up to and including its
-last end-of-turn token; what the template writes after that (often a newline) the target never generates. Comparing
-token ids works for every tokenizer, those without character offsets too.
-
-Stated rules: a trailing user turn is cut; an answer before the first user turn (a greeting) and a blank answer are
-context, not trained.
+The mask covers exactly what the target would emit at run time, see `mask.py`. A row's text is cut where an emission
+starts and its parts are tokenised each by itself, as a server has the prompt's ids before the first one is emitted: no
+token holds the end of a prompt and the start of an answer.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import chain
 from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from eyas.data.rows import Chat, DropReason, Message, Preformatted, Sampled
+from eyas.data.mask import (
+    LAST_TURN_CUT,
+    REWRITTEN,
+    REWRITTEN_TURNS,
+    RULES_VERSION,
+    THOUGHT_LOST,
+    UNFINISHED_CUT,
+    Masker,
+    Rejected,
+    Segments,
+)
+from eyas.data.rendering import Renderer
+from eyas.data.rows import Chat, DropReason, Message, Preformatted, Sampled, Tool
+from eyas.data.tokenizing import Tokenize, digest, tokenizer_hash
 from eyas.errors import ConfigError
 from eyas.positions import loss_positions
 
-#: What a template, which is a program of someone else's, may raise on messages it does not like.
-_TEMPLATE_ERRORS: Final = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
+__all__ = [
+    "CUT_AT_LIMIT",
+    "LAST_TURN_CUT",
+    "REWRITTEN",
+    "THOUGHT_LOST",
+    "UNFINISHED_CUT",
+    "Encoded",
+    "Rejected",
+    "Template",
+    "fit",
+]
 
-#: Notes: what was changed in a row that was kept.
-LAST_TURN_CUT: Final = "last-user-turn-cut"
+#: Note: the row was longer.
 CUT_AT_LIMIT: Final = "cut-at-max-tokens"
 
 
@@ -61,29 +69,6 @@ class Encoded:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """Why there is no row."""
-
-    reason: DropReason
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """Text up to where the assistant starts, and up to the end of its message."""
-
-    prompt: str
-    answered: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    turns: list[_Turn]
-    text: str
-    notes: tuple[str, ...]
-
-
 class Template:
     """A target's tokenizer and chat template.
 
@@ -93,6 +78,7 @@ class Template:
         end_ids: ids that end a turn; the tokenizer's own is added.
         vocab_size: of the target; the tokenizer's length when not given.
         options: passed to the chat template at every rendering, e.g. `{"enable_thinking": False}`.
+        rewritten_turns, empty_prompt: as in `PrepareConfig`.
 
     Raises:
         ConfigError: no chat template, or one that does not say where the assistant's answer starts.
@@ -109,16 +95,23 @@ class Template:
         rewritten_turns: str = "context",
         empty_prompt: str = "keep",
     ) -> None:
-        self.rewritten_turns, self.empty_prompt = rewritten_turns, empty_prompt
+        if rewritten_turns not in REWRITTEN_TURNS:
+            raise ConfigError(f"rewritten_turns must be one of {', '.join(REWRITTEN_TURNS)}", rewritten_turns)
         self.tokenizer, self.model, self.options = tokenizer, model, dict(options or {})
         own = tokenizer.eos_token_id
         self.end_ids = frozenset(end_ids) | ({own} if isinstance(own, int) else set())
         self.vocab_size = vocab_size or len(tokenizer)
-        if not tokenizer.chat_template:
-            raise ConfigError("the model has no chat template", model, "use its instruct version")
-        self.tokenizer_hash = _tokenizer_hash(tokenizer)
-        self.template_hash = _digest([tokenizer.get_chat_template(), self.options])
-        self._require_generation_prompt()
+        self._renderer = Renderer(tokenizer, model, self.options)
+        self._tokenize = Tokenize(tokenizer)
+        self._is_end = np.zeros(max(self.vocab_size, len(tokenizer), *self.end_ids, 0) + 1, dtype=bool)
+        self._is_end[list(self.end_ids)] = True
+        added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+        ends = {text for text, i in added.items() if i in self.end_ids}
+        self._masker = Masker(self._renderer, ends, added, rewritten_turns, empty_prompt)
+        self.tokenizer_hash = tokenizer_hash(tokenizer)
+        sources = list(dict.fromkeys(self._renderer.sources))
+        rules = [RULES_VERSION, rewritten_turns, sorted(self.end_ids)]
+        self.template_hash = digest([sources, self.options, rules])
 
     @classmethod
     def load(
@@ -137,14 +130,16 @@ class Template:
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-            config: dict[str, Any] = PreTrainedConfig.get_config_dict(model)[0]
         except Exception as error:  # a broken tokenizer file raises just that
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError("cannot load the tokenizer", model, reason[0]) from error
-        try:
+        # Both are optional: many models come without the one, a folder that holds just a tokenizer without the other.
+        config: dict[str, Any] = {}
+        generation: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            config = PreTrainedConfig.get_config_dict(model)[0]
+        with suppress(OSError, ValueError):
             generation = GenerationConfig.from_pretrained(model).to_dict()
-        except (OSError, ValueError):  # optional: many models come without one
-            generation = {}
         inner = config.get("text_config") or {}
         return cls(
             cast(PreTrainedTokenizerBase, tokenizer),
@@ -161,25 +156,46 @@ class Template:
         return self.encode_batch([row])[0]
 
     def encode_batch(self, rows: Sequence[Chat | Preformatted | Sampled]) -> list[tuple[Encoded, ...] | Rejected]:
-        """As `encode`, for many at once: each distinct text is tokenised once, all in one call."""
-        plans = [self._plan(row.messages) if isinstance(row, Chat) else row for row in rows]
-        texts = {text for plan in plans if isinstance(plan, _Plan) for text in _texts(plan)}
-        ids = self._tokenize(sorted(texts))
-        return [self._finish(plan, ids) for plan in plans]
+        """As `encode`, for many at once: all texts are tokenised in one call.
 
-    def _finish(
-        self, plan: _Plan | Rejected | Preformatted | Sampled, ids: Mapping[str, list[int]]
-    ) -> tuple[Encoded, ...] | Rejected:
-        match plan:
-            case Rejected():
-                return plan
+        A row gives one `Encoded`, or several in the order of their answers with `rewritten_turns="split"`.
+        """
+        plans = [self._plan(row) for row in rows]
+        parts = [part for plan in plans if isinstance(plan, list) for part in plan]
+        texts = list(chain.from_iterable(part.texts for part in parts))
+        goes_on = [place > 0 for part in parts for place in range(len(part.texts))]
+        ids = iter(self._tokenize(texts, goes_on))
+        return [self._finish(plan, ids) if isinstance(plan, list) else plan for plan in plans]
+
+    def _plan(self, row: Chat | Preformatted | Sampled) -> list[Segments] | tuple[Encoded, ...] | Rejected:
+        match row:
+            case Chat():
+                return self._masker.chat(row)
             case Preformatted():
-                return Rejected(DropReason.OTHER_TEMPLATE)
+                return self._masker.preformatted(row)
             case Sampled():
-                result = self._sampled(plan)
-            case _Plan():
-                result = self._mask(plan, ids)
-        return (result,) if isinstance(result, Encoded) else result
+                sampled = self._sampled(row)
+                return sampled if isinstance(sampled, Rejected) else (sampled,)
+
+    def _finish(self, plan: list[Segments], ids: Iterator[list[int]]) -> tuple[Encoded, ...] | Rejected:
+        found = [self._masked(part, [next(ids) for _ in part.texts]) for part in plan]
+        kept = tuple(row for row in found if isinstance(row, Encoded))
+        return kept or next(row for row in found if isinstance(row, Rejected))
+
+    def _masked(self, part: Segments, ids: list[list[int]]) -> Encoded | Rejected:
+        tokens = np.fromiter(chain.from_iterable(ids), np.int32, sum(map(len, ids)))
+        if len(tokens) and tokens.max() >= self.vocab_size:
+            return cast(Rejected, self._outside(tokens.tolist()))
+        mask = np.zeros(len(tokens), np.uint8)
+        place = 0
+        for segment, trained in zip(ids, part.trained, strict=True):
+            stop = place + len(segment)
+            if trained:
+                ends = self._is_end[tokens[place:stop]]
+                first = int(ends.argmax()) if len(ends) else 0
+                mask[place : place + first + 1 if len(ends) and ends[first] else stop] = 1
+            place = stop
+        return self._checked(tokens, mask, part.notes)
 
     def _sampled(self, row: Sampled) -> Encoded | Rejected:
         """Ids as the target sampled them: the whole answer is trained, its end token only if it was emitted."""
@@ -187,20 +203,22 @@ class Template:
             return Rejected(DropReason.OTHER_TOKENIZER, f"made with tokenizer {row.tokenizer_hash}")
         if not row.answer_ids:
             return Rejected(DropReason.EMPTY_ANSWER)
-        mask = [0] * len(row.prompt_ids) + [1] * len(row.answer_ids)
-        return self._checked(row.prompt_ids + row.answer_ids, mask, ())
+        ids = [*row.prompt_ids, *row.answer_ids]
+        if fault := self._outside(ids):
+            return fault
+        tokens, mask = np.array(ids, np.int32), np.zeros(len(ids), np.uint8)
+        mask[len(row.prompt_ids) :] = 1
+        return self._checked(tokens, mask, ())
 
-    def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], *, generation_prompt: bool, tools: Sequence[Tool] | None = None
+    ) -> str:
         """The chat template's text. Raises whatever the template raises."""
-        text = self.tokenizer.apply_chat_template(
-            cast(Any, list(messages)), tokenize=False, add_generation_prompt=generation_prompt, **self.options
-        )
-        return cast(str, text)
+        return self._renderer.render(messages, tools, generation_prompt=generation_prompt)
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
         """Token ids of the messages and the generation prompt: what a server is sent for an answer."""
-        text = self.render(messages, generation_prompt=True)
-        return self._tokenize([text])[text]
+        return self._tokenize([self.render(messages, generation_prompt=True, tools=tools)], [False])[0]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, control tokens included."""
@@ -209,74 +227,17 @@ class Template:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _plan(self, messages: list[Message]) -> _Plan | Rejected:
-        roles = [message["role"] for message in messages]
-        if "assistant" not in roles:
-            return Rejected(DropReason.PROMPT_ONLY)
-        stop = len(roles) - roles[::-1].index("assistant")
-        notes = (LAST_TURN_CUT,) if stop < len(roles) else ()
-        answers = [i for i in range(stop) if roles[i] == "assistant" and "user" in roles[:i]]
-        trained = [
-            i for i in answers if any(messages[i].get(key, "").strip() for key in ("content", "reasoning_content"))
-        ]
-        if not trained:
-            blank = DropReason.EMPTY_ANSWER, "every answer is blank"
-            return Rejected(*(blank if answers else (DropReason.NOTHING_TO_LEARN, "no answer follows a user turn")))
-        try:
-            turns = [
-                _Turn(
-                    self.render(messages[:i], generation_prompt=True),
-                    self.render(messages[: i + 1], generation_prompt=False),
-                )
-                for i in trained
-            ]
-            text = self.render(messages[:stop], generation_prompt=False)
-        except _TEMPLATE_ERRORS as error:
-            return Rejected(DropReason.TEMPLATE_ERROR, f"{type(error).__name__}: {error}")
-        return _Plan(turns, text, notes)
+    def _outside(self, ids: list[int]) -> Rejected | None:
+        outside = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        detail = f"token {outside} is outside the vocabulary of {self.vocab_size}"
+        return None if outside is None else Rejected(DropReason.BAD_TOKENS, detail)
 
-    def _tokenize(self, texts: list[str]) -> dict[str, list[int]]:
-        if not texts:
-            return {}
-        # Templates write the BOS themselves.
-        ids = self.tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False)["input_ids"]
-        return dict(zip(texts, cast(list[list[int]], ids), strict=True))
-
-    def _mask(self, plan: _Plan, ids: Mapping[str, list[int]]) -> Encoded | Rejected:
-        tokens = ids[plan.text]
-        mask = [0] * len(tokens)
-        for turn in plan.turns:
-            prompt, answered = ids[turn.prompt], ids[turn.answered]
-            if tokens[: len(answered)] != answered or answered[: len(prompt)] != prompt:
-                whole = plan.text.startswith(turn.answered) and turn.answered.startswith(turn.prompt)
-                return Rejected(DropReason.TOKEN_STRADDLES if whole else DropReason.REWRITES_HISTORY)
-            ends = [i for i in range(len(prompt), len(answered)) if answered[i] in self.end_ids]
-            stop = ends[-1] + 1 if ends else len(answered)
-            mask[len(prompt) : stop] = [1] * (stop - len(prompt))
-        return self._checked(tokens, mask, plan.notes)
-
-    def _checked(self, tokens: list[int], mask: list[int], notes: tuple[str, ...]) -> Encoded | Rejected:
-        outside = [token for token in tokens if not 0 <= token < self.vocab_size]
-        if outside:
-            return Rejected(DropReason.BAD_TOKENS, f"token {outside[0]} is outside the vocabulary of {self.vocab_size}")
+    def _checked(
+        self, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8], notes: tuple[str, ...]
+    ) -> Encoded | Rejected:
         if not len(loss_positions(mask)):
-            return Rejected(DropReason.NOTHING_TO_LEARN)
-        return Encoded(np.asarray(tokens, np.int32), np.asarray(mask, np.uint8), notes)
-
-    def _require_generation_prompt(self) -> None:
-        """A template that ignores `add_generation_prompt` would have its assistant header trained."""
-        user = {"role": "user", "content": "Hi"}
-        answers = [[user, {"role": "assistant", "content": text}] for text in ("One", "Two")]
-        try:
-            prompt = self.render([user], generation_prompt=True)
-            silent = prompt == self.render([user], generation_prompt=False)
-            first, second = (self.render(answer, generation_prompt=False) for answer in answers)
-        except _TEMPLATE_ERRORS:
-            return  # it wants other messages than these: rows it fails on are dropped by name
-        shared = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-        if silent and shared.startswith(prompt) and shared[len(prompt) :].strip():
-            hint = "add {% if add_generation_prompt %}...{% endif %} to it"
-            raise ConfigError("the chat template has no generation prompt", self.model, hint)
+            return Rejected(DropReason.NOTHING_TO_LEARN, "no two trained tokens in a row")
+        return Encoded(tokens, mask, notes)
 
 
 def fit(row: Encoded, max_tokens: int | None, too_long: str) -> Encoded | Rejected:
@@ -291,33 +252,9 @@ def fit(row: Encoded, max_tokens: int | None, too_long: str) -> Encoded | Reject
     return replace(row, tokens=row.tokens[:max_tokens], loss_mask=mask, notes=(*row.notes, CUT_AT_LIMIT))
 
 
-def _texts(plan: _Plan) -> Iterable[str]:
-    yield plan.text
-    for turn in plan.turns:
-        yield from (turn.prompt, turn.answered)
-
-
 def _eos_ids(*configs: Mapping[str, Any]) -> set[int]:
     found: set[int] = set()
     for config in configs:
         value = config.get("eos_token_id")
         found.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
     return found
-
-
-def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """32 hex digits of what decides the ids: the whole fast tokenizer, or the vocabulary of a slow one."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        content = json.loads(backend.to_str())
-        for state in ("truncation", "padding"):  # set by callers, not part of the tokenizer
-            content.pop(state, None)
-    else:
-        added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
-        content = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]), added]
-    special = {key: str(token) for key, token in tokenizer.special_tokens_map.items()}
-    return _digest([content, special])
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
