@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from eyas.config import load as load_config
     from eyas.data.corpus import Corpus
     from eyas.data.prepare import prepare as prepare_corpus
+    from eyas.data.regenerate import regenerate as regenerate_answers
     from eyas.demo import run_demo
     from eyas.errors import ConfigError, EngineError, EyasError, IntegrityError, Interrupted, RowsFailed, StoreError
     from eyas.extract.runner import extract as extract_states
@@ -52,6 +53,7 @@ _HOME = {
     "move_shards": "store.move",
     "plan_extraction": "extract.runner:plan",
     "prepare_corpus": "data.prepare:prepare",
+    "regenerate_answers": "data.regenerate:regenerate",
     "run_demo": "demo",
     "serve_command": "serve",
     "verify_store": "verify:verify",
@@ -77,6 +79,7 @@ __all__ = [
     "move_shards",
     "plan_extraction",
     "prepare_corpus",
+    "regenerate_answers",
     "run_demo",
     "serve_command",
     "verify_store",

@@ -218,6 +218,41 @@ def demo(
     eyas.run_demo(folder, cache, console=out)
 
 
+@app.command()
+@_reporting
+def regenerate(
+    answers: Annotated[Path, typer.Option("--out", help="JSON lines to write; what is there is gone on with.")],
+    inputs: Annotated[list[str] | None, typer.Argument(help="Chat files, as for prepare.")] = None,
+    server: Annotated[list[str] | None, typer.Option(help="Base URL; may be repeated.")] = None,
+    model: Annotated[str | None, typer.Option(help="The server's name of the target; default: the only one.")] = None,
+    max_cost: Annotated[float | None, typer.Option(help="Dollars that are never passed.")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Ask rows again that failed earlier.")] = False,
+    config: ConfigFile = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Have the target answer every assistant turn anew, on any OpenAI-compatible server; a killed run goes on.
+
+    Example: `eyas regenerate chats.jsonl --server http://localhost:30000/v1 --out answers.jsonl`
+    """
+    spent = [] if max_cost is None else [f"regenerate.max_cost={max_cost}"]
+    cfg = eyas.load_config(config, [*overrides, *spent]).regenerate
+    report = eyas.regenerate_answers(
+        inputs or cfg.sources,
+        answers,
+        servers=server or (),
+        model=model,
+        cfg=cfg,
+        retry_failed=retry_failed,
+        console=err,
+    )
+    for line in report.lines():
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    if report.over_budget:
+        raise eyas.RowsFailed("max_cost would be passed", answers, "with a higher one the same command goes on")
+    if failed := report.failed.total():
+        raise eyas.RowsFailed(f"{failed:,} rows have no answer", answers, "--retry-failed tries again")
+
+
 def version(value: bool) -> None:
     """Print the version and leave."""
     if value:
