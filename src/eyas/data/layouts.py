@@ -1,36 +1,34 @@
-"""One parsed JSON value -> `Chat`, `Sampled` or `Dropped`."""
+"""One row as it was read -> `Chat`, `Preformatted` or `Sampled`, or a `Dropped` that says what is wrong with it.
+
+The columns of a row decide; where several layouts fit, the first of this table wins:
+
+    prompt_ids, answer_ids                      token ids as a target sampled them -> Sampled
+    conversations, conversation, messages       a list of messages (or its JSON text), see `messages` -> Chat
+    turns                                       a list of user turns (EAGLE, MT-bench), or of messages
+    prompt, instruction, question, query, input      the first of them that is there: a text, or a list of messages;
+        response, completion, output, answer         and its answer, likewise; without one, the row is a prompt only.
+                                                     `instruction` is joined with `input` (or `context`) by a blank
+                                                     line; `history` holds [question, answer] pairs that go before it
+    text                                        a conversation in the target's own chat format -> Preformatted
+
+Beside a chat: `id` or `question_id`; `system` (or `system_prompt`) goes first if the chat has no system message;
+`tools` (or `functions`); `finish_reason` belongs to the last answer. A null column is the same as none, and so are NaN
+and Infinity, which are not JSON. A key given twice: the last one counts.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import Any, Final
 
-from eyas.data.files import Fault, Raw
-from eyas.data.rows import Chat, Dropped, DropReason, Message, Row, Sampled
+from eyas.data.columns import ANSWERS, CHATS, EXPECTED, IDS, MEDIA, PROMPTS, SYSTEMS, TEXT, TOOLS, TURNS
+from eyas.data.messages import BadRowError, checked_text, kind_of, to_messages, to_tools
+from eyas.data.names import printable, stem
+from eyas.data.rows import Chat, Dropped, DropReason, Fault, Message, Preformatted, Raw, Row, Sampled
 
-#: Role as written, folded -> role given to the chat template.
-ROLES: Final = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-}
-
-_TOOL_ROLES: Final = ("tool", "function", "ipython", "observation", "function_call")
-_MEDIA_COLUMNS: Final = ("image", "images", "audio", "audios", "video", "videos")
-
-
-class _BadRowError(Exception):
-    """Inside this module only: unwinds a row's parser; becomes a Dropped."""
-
-    def __init__(self, reason: DropReason, detail: str = "") -> None:
-        super().__init__(detail)
-        self.reason, self.detail = reason, detail
+_BOM: Final = b"\xef\xbb\xbf"
+_DECODER: Final = json.JSONDecoder(parse_constant=lambda _: None)
 
 
 def parse(raw: Raw, roles: Mapping[str, str] = {}) -> Row:
@@ -41,144 +39,152 @@ def parse(raw: Raw, roles: Mapping[str, str] = {}) -> Row:
         roles: further role names, as `prepare.roles` has them.
     """
     try:
-        return _row(_value(raw), raw, roles)
-    except _BadRowError as bad:
-        return Dropped(bad.reason, raw.file, raw.line, bad.detail, raw.source)
+        return _row(_fields(raw), raw, roles)
+    except BadRowError as bad:
+        return Dropped(bad.reason, raw.file, raw.line, printable(bad.detail), raw.source)
+    except RecursionError:
+        return Dropped(DropReason.BAD_JSON, raw.file, raw.line, "nested too deeply", raw.source)
 
 
-def _value(raw: Raw) -> dict[str, Any]:
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def _fields(raw: Raw) -> dict[str, Any]:
     row = raw.payload
     if isinstance(row, bytes):
         row = _json(row, raw.offset)
-    if isinstance(row, Fault):
-        raise _BadRowError(row.reason, row.detail)
+    elif isinstance(row, Fault):
+        raise BadRowError(row.reason, row.detail)
     if not isinstance(row, dict):
-        raise _BadRowError(DropReason.NOT_AN_OBJECT, f"the line holds {_kind(row)}, not an object")
-    return _without_nulls(row)
+        raise BadRowError(DropReason.NOT_AN_OBJECT, f"the row is {kind_of(row)}, not an object")
+    return row
 
 
-def _json(line: bytes, offset: int) -> Any:
+def _json(text: bytes, offset: int) -> Any:
+    if text[:3] == _BOM:  # files that were joined
+        text = text[3:]
     try:
-        return json.loads(line.decode("utf-8"))
+        return _DECODER.decode(text.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _BadRowError(DropReason.BAD_UTF8, f"byte {offset + error.start} of the file: {error.reason}") from error
+        raise BadRowError(DropReason.BAD_UTF8, f"byte {offset + error.start}: {error.reason}") from error
     except json.JSONDecodeError as error:
-        cut = "" if line.endswith(b"\n") else "; the file ends in the middle of a line"
-        raise _BadRowError(DropReason.BAD_JSON, f"column {error.colno}: {error.msg}{cut}") from error
+        at_end = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
+        cut = "; it holds NUL bytes" if b"\0" in text else "; the row ends in the middle" if at_end else ""
+        raise BadRowError(DropReason.BAD_JSON, f"column {error.pos + 1}: {error.msg}{cut}") from error
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nesting without end
-        raise _BadRowError(DropReason.BAD_JSON, str(error)) from error
+        raise BadRowError(DropReason.BAD_JSON, str(error)) from error
 
 
-def _row(row: dict[str, Any], raw: Raw, roles: Mapping[str, str]) -> Chat | Sampled:
-    file, line, source = raw.file, raw.line, raw.source
-    row_id = _id(row.get("id"), f"{PurePath(file).stem}:{line}")
-    match row:
-        case {"prompt_ids": prompt, "answer_ids": answer}:
-            made_with = row.get("tokenizer_hash", "")
-            ids = _ids(prompt, "prompt_ids"), _ids(answer, "answer_ids")
-            return Sampled(row_id, *ids, str(made_with), file, line, source)
-        case {"conversations": turns} | {"messages": turns}:
-            if found := [column for column in _MEDIA_COLUMNS if row.get(column)]:
-                raise _BadRowError(DropReason.NOT_TEXT, f"column {found[0]}")
-            if row.get("tools"):
-                raise _BadRowError(DropReason.TOOLS, "column tools")
-            return Chat(row_id, _messages(turns, roles), file, line, source=source)
+def _id(row: Mapping[str, Any], raw: Raw) -> str:
+    value = next((row[key] for key in IDS if row.get(key) is not None), None)
+    if value is None:
+        return f"{stem(raw.file)}:{raw.line}"
+    match value:
+        case str():
+            text = value
+        case bytes():
+            text = value.decode("utf-8") if _is_utf8(value) else value.hex()
         case _:
-            found = ", ".join(sorted(map(str, row))) or "none"
-            raise _BadRowError(DropReason.UNKNOWN_COLUMNS, f"found {found}; expected conversations or messages")
+            text = json.dumps(value, ensure_ascii=False, default=str).removeprefix('"').removesuffix('"')
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _messages(turns: Any, roles: Mapping[str, str]) -> list[Message]:
-    if isinstance(turns, str):  # some tables keep the list as its JSON text
-        try:
-            turns = json.loads(turns)
-        except (ValueError, RecursionError) as error:
-            raise _BadRowError(DropReason.BAD_MESSAGES, "the conversation is a text, not a list") from error
-    if not isinstance(turns, list) or not turns:
-        raise _BadRowError(DropReason.BAD_MESSAGES, f"the conversation is {_kind(turns)}, not a list of messages")
-    return [_message(turn, f"message {i}", roles) for i, turn in enumerate(turns)]
-
-
-def _message(turn: Any, where: str, roles: Mapping[str, str]) -> Message:
-    if not isinstance(turn, dict):
-        raise _BadRowError(DropReason.BAD_MESSAGES, f"{where} is {_kind(turn)}, not an object")
-    turn = _without_nulls(turn)
-    if turn.get("tool_calls") or turn.get("function_call"):
-        raise _BadRowError(DropReason.TOOLS, f"{where} calls tools")
-    match turn:
-        case {"role": role, "content": content} | {"from": role, "value": content}:
-            pass
-        case {"role": _} | {"from": _}:
-            raise _BadRowError(DropReason.BAD_MESSAGES, f"{where} has no content")
-        case _:
-            raise _BadRowError(DropReason.UNKNOWN_ROLE, f"{where} has no role")
-    message = {"role": _role(role, where, roles), "content": _text(content, f"{where}.content")}
-    if reasoning := turn.get("reasoning_content"):
-        message["reasoning_content"] = _text(reasoning, f"{where}.reasoning_content")
-    return message
-
-
-def _role(role: Any, where: str, roles: Mapping[str, str]) -> str:
-    folded = role.strip().lower() if isinstance(role, str) else ""
-    if folded in roles:
-        return roles[folded]
-    if folded in _TOOL_ROLES:
-        raise _BadRowError(DropReason.TOOLS, f"{where} has the role {folded}")
-    if folded not in ROLES:
-        raise _BadRowError(DropReason.UNKNOWN_ROLE, f"{where} has the role {role!r}")
-    return ROLES[folded]
-
-
-def _text(content: Any, where: str) -> str:
-    """A text, or the texts of a list of text parts joined; never the `repr` of anything else."""
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        texts = [text for text in parts if isinstance(text, str)]
-        if not parts or len(texts) < len(parts):
-            raise _BadRowError(
-                DropReason.NOT_TEXT, f"{where} has parts that are not text" if parts else f"{where} is []"
-            )
-        content = "".join(texts)
-    if not isinstance(content, str):
-        raise _BadRowError(DropReason.BAD_MESSAGES, f"{where} is {_kind(content)}, not a text")
+def _is_utf8(value: bytes) -> bool:
     try:
-        content.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _BadRowError(DropReason.BAD_TEXT, f"{where} has half a surrogate pair at {error.start}") from error
-    return content
+        value.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def _row(row: dict[str, Any], raw: Raw, roles: Mapping[str, str]) -> Chat | Preformatted | Sampled:
+    if row.get("prompt_ids") is not None and row.get("answer_ids") is not None:
+        ids = _ids(row["prompt_ids"], "prompt_ids"), _ids(row["answer_ids"], "answer_ids")
+        made_with = str(row.get("tokenizer_hash") or "")
+        return Sampled(_id(row, raw), *ids, made_with, raw.file, raw.line, raw.source)
+    for column in MEDIA:
+        if row.get(column):
+            raise BadRowError(DropReason.NOT_TEXT, f"column {column}")
+    messages = _messages(row, roles)
+    if messages is None:
+        if (text := row.get(TEXT)) is None:
+            raise _unknown(row)
+        return Preformatted(_id(row, raw), checked_text(text, TEXT), raw.file, raw.line, raw.source)
+    _add_system(row, messages)
+    if isinstance(reason := row.get("finish_reason"), str) and messages[-1]["role"] == "assistant":
+        messages[-1].setdefault("finish_reason", checked_text(reason, "finish_reason"))
+    tools = next((found for key in TOOLS if row.get(key) is not None and (found := to_tools(row[key]))), None)
+    return Chat(_id(row, raw), messages, raw.file, raw.line, tools, raw.source)
+
+
+def _messages(row: dict[str, Any], roles: Mapping[str, str]) -> list[Message] | None:
+    for column in CHATS:
+        if (turns := row.get(column)) is not None:
+            return to_messages(turns, roles, column)
+    if (turns := row.get(TURNS)) is not None:
+        return _turns(turns, roles)
+    for column in PROMPTS:
+        if (prompt := row.get(column)) is not None:
+            return _pair(row, column, prompt, roles)
+    return None
+
+
+def _turns(turns: Any, roles: Mapping[str, str]) -> list[Message]:
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
+        return [{"role": "user", "content": checked_text(turn, f"turn {i}")} for i, turn in enumerate(turns)]
+    return to_messages(turns, roles, TURNS)
+
+
+def _pair(row: dict[str, Any], column: str, prompt: Any, roles: Mapping[str, str]) -> list[Message]:
+    messages = _side(prompt, "user", column, roles)
+    if column == "instruction":
+        more = next((row[key] for key in ("input", "context") if row.get(key)), None)
+        if more is not None:
+            joined = f"{messages[-1]['content']}\n\n{checked_text(more, 'input')}"
+            messages[-1] = {**messages[-1], "content": joined}
+    if (history := row.get("history")) is not None:
+        messages = _history(history) + messages
+    for answer in ANSWERS:
+        if (given := row.get(answer)) is not None:
+            return messages + _side(given, "assistant", answer, roles)
+    return messages
+
+
+def _side(value: Any, role: str, column: str, roles: Mapping[str, str]) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": role, "content": checked_text(value, column)}]
+    return to_messages([value] if isinstance(value, dict) and "role" in value else value, roles, column)
+
+
+def _history(pairs: Any) -> list[Message]:
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise BadRowError(
+            DropReason.BAD_MESSAGES, f"history is {kind_of(pairs)}, not a list of [question, answer] pairs"
+        )
+    return [
+        {"role": role, "content": checked_text(text, f"history[{i}]")}
+        for i, pair in enumerate(pairs)
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+def _add_system(row: dict[str, Any], messages: list[Message]) -> None:
+    system = next((row[key] for key in SYSTEMS if row.get(key)), None)
+    if system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": checked_text(system, "system")})
 
 
 def _ids(value: Any, where: str) -> list[int]:
     if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise _BadRowError(DropReason.BAD_TOKENS, f"{where} is not a list of integers")
+        raise BadRowError(DropReason.BAD_TOKENS, f"{where} is not a list of integers")
     return value
 
 
-def _id(value: Any, missing: str) -> str:
-    if value is None:
-        return missing
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if value is not None}
-
-
-def _kind(value: Any) -> str:
-    """How JSON names the value's type."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int() | float():
-            return "a number"
-        case str():
-            return "a text"
-        case list():
-            return "a list" if value else "an empty list"
-        case _:
-            return "an object"
+def _unknown(row: dict[str, Any]) -> BadRowError:
+    found = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in row.items()) or "none"
+    rows = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    hint = f"; if the rows are in {rows[0]}, say so: field: {rows[0]}" if len(rows) == 1 else ""
+    return BadRowError(DropReason.UNKNOWN_COLUMNS, f"found {found[:160]}; expected {EXPECTED}{hint}")

@@ -1,7 +1,7 @@
 """Rows as the parts of `data` hand them on: a good one is a `Chat`, `Preformatted` or `Sampled`, a bad one a `Dropped`
 that says what and where.
 
-    files.py   bytes -> objects      layouts.py   object -> Row      template.py   Row -> token ids and loss mask
+    files.py   bytes -> Raw      layouts.py   Raw -> Row      template.py   Row -> token ids and loss mask
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class DropReason(StrEnum):
     TEMPLATE_ERROR = "template-error"
     REWRITES_HISTORY = "template-rewrites-history"  # no answer is rendered as the target would have given it
     OTHER_TEMPLATE = "other-template"  # preformatted text without the target's assistant header
-    TOKEN_STRADDLES = "token-straddles-turn"  # one token holds the end of the prompt and the start of the answer
     TOO_LONG = "too-long"
     NOTHING_TO_LEARN = "nothing-to-learn"  # no two trained tokens in a row
     # what the user asked to leave out
@@ -126,3 +125,28 @@ class Dropped:
 
 
 Row = Chat | Preformatted | Sampled | Dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with a row that could not be read."""
+
+    reason: DropReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """One row as it was read: small and picklable, parsed in another process.
+
+    Attributes:
+        line: number of the line, or of the row in an array or table, from 1.
+        payload: bytes are the JSON text of the row; a Fault says why there is none; all else is the row itself.
+        offset: of the JSON text in the (decompressed) file, in bytes.
+    """
+
+    file: str
+    line: int
+    source: str
+    payload: Any
+    offset: int = 0

@@ -1,0 +1,140 @@
+"""Rows of Parquet files, streamed. Only columns that layouts know are read: images are never decoded.
+
+A null is the same as no field, at every depth: tables fill in fields that a row never had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from eyas.data.columns import COLUMNS, EXPECTED, MEDIA, READ
+from eyas.data.rows import DropReason
+from eyas.errors import ConfigError
+
+BATCH_ROWS: Final = 256
+MEDIA_BATCH_ROWS: Final = 16
+_ERRORS: Final = (OSError, pa.ArrowException, ValueError, MemoryError, OverflowError)
+
+TableRow = tuple[int, dict[str, Any] | None, tuple[DropReason, str] | None]
+
+
+def check_table(path: Path, name: str) -> None:
+    """Whether a Parquet file can be read and has a column that makes a row.
+
+    Raises:
+        ConfigError: it is damaged, or has no such column.
+    """
+    try:
+        with pq.ParquetFile(path) as table:
+            found = table.schema_arrow.names
+    except _ERRORS as error:
+        raise ConfigError("the Parquet file is damaged", name, _first_line(error)) from error
+    if not COLUMNS & set(found):
+        columns = ", ".join(found) or "none"
+        raise ConfigError("unknown columns in the Parquet file", name, f"found {columns}; expected {EXPECTED}")
+
+
+def table_rows(path: Path) -> Iterator[TableRow]:
+    """(row number from 1, row, fault) of each row; a damaged file ends with one fault.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    number = 0
+    try:
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as table:
+            for group in range(table.num_row_groups):
+                for row in _group_rows(table, group):
+                    number += 1
+                    yield (number, row, None) if isinstance(row, dict) else (number, None, row)
+    except _ERRORS as error:
+        what = f"row {number + 1}: {_first_line(error)}; the rest of the file cannot be read"
+        yield number + 1, None, (DropReason.BAD_FILE, what)
+
+
+def clean_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Without nulls and NaNs inside of its columns; a column that is null stays, to be named where it is missed."""
+    return {name: clean(value) for name, value in row.items()}
+
+
+def clean(value: Any) -> Any:
+    """Without nulls and NaNs in objects, at every depth."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return {key: clean(item) for key, item in value.items() if item is not None and item == item}  # noqa: PLR0124
+    if isinstance(value, list):
+        return [clean(item) for item in value]
+    return value
+
+
+def _group_rows(table: pq.ParquetFile, group: int) -> Iterator[dict[str, Any] | tuple[DropReason, str]]:
+    names = [name for name in table.schema_arrow.names if name in READ]
+    media = _media(table, group)
+    asked = [name for name, seen in media.items() if seen is None]
+    size = MEDIA_BATCH_ROWS if asked else BATCH_ROWS
+    for batch in table.iter_batches(size, row_groups=[group], columns=names + asked):
+        has_media = {name: _not_null(batch.column(name)) if seen is None else None for name, seen in media.items()}
+        rows = batch.select(names)
+        for i, row in enumerate(_python_rows(rows)):
+            if isinstance(row, dict):
+                for name, seen in has_media.items():
+                    if seen is None or seen[i]:
+                        row[name] = True
+            yield row
+
+
+def _media(table: pq.ParquetFile, group: int) -> dict[str, Literal[True] | None]:
+    """Columns of images and sounds of a row group: True where every row has one, None where it takes a look.
+
+    Columns that are empty by their statistics are left out.
+    """
+    meta = table.metadata.row_group(group)
+    found: dict[str, Literal[True] | None] = {}
+    for i in range(meta.num_columns):
+        column = meta.column(i)
+        name = column.path_in_schema.split(".")[0]
+        if name not in MEDIA:
+            continue
+        stats = column.statistics if column.is_stats_set else None
+        if stats is None or not stats.has_null_count:
+            found.setdefault(name, None)
+        elif stats.null_count == 0 and ".list." not in column.path_in_schema:
+            found[name] = True
+        elif stats.null_count < column.num_values:
+            found.setdefault(name, None)
+    return found
+
+
+def _not_null(column: pa.Array) -> list[bool]:
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return pc.fill_null(pc.greater(pc.list_value_length(column), 0), False).to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
+    return column.is_valid().to_pylist()
+
+
+def _python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | tuple[DropReason, str]]:
+    try:
+        rows = batch.to_pylist(maps_as_pydicts="lossy")
+    except (UnicodeDecodeError, *_ERRORS):  # some row; its neighbours are good
+        yield from (_python_row(batch.slice(i, 1)) for i in range(len(batch)))
+    else:
+        yield from map(clean_row, rows)
+
+
+def _python_row(batch: pa.RecordBatch) -> dict[str, Any] | tuple[DropReason, str]:
+    try:
+        return clean_row(batch.to_pylist(maps_as_pydicts="lossy")[0])
+    except UnicodeDecodeError as error:
+        return DropReason.BAD_UTF8, f"byte {error.start} of a text: {error.reason}"
+    except _ERRORS as error:
+        return DropReason.BAD_FILE, _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
