@@ -126,11 +126,11 @@ class OpenAIClient:
             Fault: why there is none, by name, and what is known of its cost.
             EyasError: what no other row would fare better with.
         """
-        answer = StreamedAnswer()
+        answer, with_options = StreamedAnswer(), self._usage_on_request
         try:
             await self._stream(request, answer)
         except Fault as fault:
-            if fault.kind is FaultKind.NO_STREAM_OPTIONS and self._usage_on_request:
+            if fault.kind is FaultKind.NO_STREAM_OPTIONS and with_options:
                 self._usage_on_request = False
                 return await self.ask(request)
             fault.detail = clean(fault.detail, self._key)
