@@ -17,7 +17,7 @@ import re
 import stat
 from collections.abc import Iterator
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final
 
 from eyas.data.columns import COLUMNS
@@ -189,6 +189,8 @@ def inspect(path: Path, field: str | None = None) -> Kind:
         raise ConfigError(what, name, fault)
     if head.startswith(b"PAR1"):
         return _parquet(path, compressed, field)
+    if fault and not _is_txt(path) and _unlike_json(head):  # what a damaged file decompresses to
+        raise ConfigError(f"the input file is damaged ({compressed})", name, fault)
     if foreign := _foreign(head):
         raise ConfigError(f"unknown kind of input file: {foreign}", name, _KNOWN)
     text = head.removeprefix(_BOM).lstrip()
@@ -235,8 +237,7 @@ def _foreign(head: bytes) -> str:
 
 
 def _text_kind(path: Path, text: bytes, whole: bool) -> Kind:
-    suffix = (path.suffixes[-2:-1] if path.suffix.lower() in COMPRESSED else [path.suffix]) or [""]
-    is_txt = suffix[0].lower() == ".txt"
+    is_txt = _is_txt(path)
     first, _, rest = text.partition(b"\n")
     more = bool(rest.strip()) or not whole
     match text[:1]:
@@ -254,6 +255,10 @@ def _text_kind(path: Path, text: bytes, whole: bool) -> Kind:
             raise ConfigError("the input file is not JSON", display(path), f"{_guess(first)}; {_KNOWN}")
 
 
+def _unlike_json(head: bytes) -> bool:
+    return not head.lstrip(_BLANK_AND_BOM).startswith((b"{", b"["))
+
+
 def _guess(first: bytes) -> str:
     start = first[:200].strip()
     if start.startswith(b"\0"):
@@ -263,6 +268,11 @@ def _guess(first: bytes) -> str:
     if re.fullmatch(rb"[^,;\t]+([,;\t][^,;\t]*)+", start):
         return "CSV?"
     return f"it starts with {start[:40].decode('utf-8', 'replace')!a}"
+
+
+def _is_txt(path: Path) -> bool:
+    suffix = PurePath(path.stem).suffix if path.suffix.lower() in COMPRESSED else path.suffix
+    return suffix.lower() == ".txt"
 
 
 def _object_kind(path: Path, text: bytes, whole: bool) -> Kind:

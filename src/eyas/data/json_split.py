@@ -94,7 +94,7 @@ def _enter(window: _Window, field: str | None) -> None:
     if window.peek() == 0xEF:  # byte order mark
         window.pos = min(window.pos + 3, len(window.buf))
     done: list[str] = []
-    for key in field.split(".") if field else ():
+    for key in () if field is None else field.split("."):
         if window.peek() != ord("{"):
             raise NoListError(f"{'.'.join(done) or 'the file'} is not an object")
         window.pos += 1

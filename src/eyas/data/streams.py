@@ -94,7 +94,7 @@ def _open(path: Path, stack: ExitStack) -> tuple[Any, list[str]]:
         layers.append(layer)
         match layer:
             case "gzip":
-                raw = stack.enter_context(gzip.GzipFile(fileobj=raw))
+                raw = stack.enter_context(gzip.GzipFile(fileobj=raw, mode="rb"))
             case "bzip2":
                 raw = stack.enter_context(bz2.BZ2File(raw))
             case "xz":
