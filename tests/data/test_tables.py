@@ -8,6 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from containers import parquet
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from eyas.data.layouts import parse
 from eyas.data.rows import Chat, Dropped, DropReason, Raw, Row
@@ -196,3 +198,42 @@ def test_rows_are_numbered_through_row_groups(tmp_path: Path) -> None:
     assert [(row.line, row.id) for row in read(tmp_path / "t") if isinstance(row, Chat)] == [
         (i + 1, str(i)) for i in range(1000)
     ]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "text": st.none() | st.text(st.characters(exclude_categories=["Cs"])),
+                "messages": st.none()
+                | st.lists(
+                    st.none()
+                    | st.fixed_dictionaries({"role": st.none() | st.just("user"), "content": st.none() | st.text("aé")})
+                ),
+                "tools": st.none()
+                | st.lists(
+                    st.none() | st.fixed_dictionaries({"a": st.none() | st.lists(st.none() | st.integers(0, 9))})
+                ),
+                "system": st.none() | st.fixed_dictionaries({"x": st.none() | st.floats()}),
+            }
+        ),
+        max_size=8,
+    ),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_values_are_those_that_pyarrow_gives_without_nulls(
+    tmp_path: Path, rows: list[dict[str, Any]], group: int, dictionary: bool
+) -> None:
+    struct = pa.struct([("role", pa.string()), ("content", pa.string())])
+    columns = {
+        "text": pa.string(),
+        "messages": pa.list_(struct),
+        "tools": pa.list_(pa.struct([("a", pa.large_list(pa.int64()))])),
+        "system": pa.struct([("x", pa.float64())]),
+    }
+    table = pa.table({name: pa.array([row[name] for row in rows], kind) for name, kind in columns.items()})
+    pq.write_table(table, tmp_path / "t", row_group_size=group, use_dictionary=dictionary)
+    found = [row for _, row, _ in table_rows(tmp_path / "t")]
+    assert found == [{name: clean(row[name]) for name in columns} for row in rows]

@@ -6,6 +6,7 @@ A null is the same as no field, at every depth: tables fill in fields that a row
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -120,20 +121,51 @@ def _not_null(column: pa.Array) -> list[bool]:
 
 def _python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | tuple[DropReason, str]]:
     try:
-        rows = batch.to_pylist(maps_as_pydicts="lossy")
-    except (UnicodeDecodeError, *_ERRORS):  # some row; its neighbours are good
+        columns = [_values(column) for column in batch.columns]
+    except _ERRORS:  # some row; its neighbours are good
         yield from (_python_row(batch.slice(i, 1)) for i in range(len(batch)))
     else:
-        yield from map(clean_row, rows)
+        names = batch.schema.names
+        for values in zip(*columns, strict=True):
+            yield dict(zip(names, values, strict=True))
 
 
 def _python_row(batch: pa.RecordBatch) -> dict[str, Any] | tuple[DropReason, str]:
     try:
-        return clean_row(batch.to_pylist(maps_as_pydicts="lossy")[0])
+        return clean_row(batch.to_pylist(maps_as_pydicts="lossy")[0])  # says which byte is bad
     except UnicodeDecodeError as error:
         return DropReason.BAD_UTF8, f"byte {error.start} of a text: {error.reason}"
     except _ERRORS as error:
         return DropReason.BAD_FILE, _first_line(error)
+
+
+def _values(array: pa.Array) -> list[Any]:
+    """Python's values of a column, as `clean` has them; several times as fast as `to_pylist` where objects nest."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return _values(array.dictionary_decode())  # pyright: ignore[reportAttributeAccessIssue]
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return array.to_numpy(zero_copy_only=False).tolist()
+    if pa.types.is_struct(kind):
+        columns = [_values(column) for column in array.flatten()]  # pyright: ignore[reportAttributeAccessIssue]
+        names = [kind.field(i).name for i in range(kind.num_fields)]
+        rows: list[Any] = [
+            {name: value for name, value in zip(names, values, strict=True) if value is not None and value == value}  # noqa: PLR0124
+            for values in zip(*columns, strict=True)
+        ] or [{} for _ in range(len(array))]
+        return _with_nulls(rows, array)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        ends = array.offsets.to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
+        first = ends[0]
+        items = _values(array.values.slice(first, ends[-1] - first))  # pyright: ignore[reportAttributeAccessIssue]
+        return _with_nulls([items[start - first : end - first] for start, end in pairwise(ends)], array)
+    return [clean(value) for value in array.to_pylist(maps_as_pydicts="lossy")]
+
+
+def _with_nulls(values: list[Any], array: pa.Array) -> list[Any]:
+    if not array.null_count:
+        return values
+    return [value if valid else None for value, valid in zip(values, array.is_valid().to_pylist(), strict=True)]
 
 
 def _first_line(error: BaseException) -> str:
