@@ -270,7 +270,7 @@ def test_malformed_calls(calls: object) -> None:
 
 def test_only_assistants_call_tools() -> None:
     assert reason(to_messages, [{**USER, "tool_calls": [CALL]}]) is DropReason.BAD_TOOLS
-    for none in (None, [], ""):
+    for none in (None, [], "", "[]", "null"):
         assert one({**USER, "tool_calls": none}) == USER
 
 

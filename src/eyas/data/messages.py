@@ -33,6 +33,7 @@ ROLES: Final = {
 CALL_ROLES: Final = ("function_call", "tool_call")
 
 _REASONING: Final = ("reasoning_content", "reasoning", "thinking")
+_NO_CALLS: Final = ("[]", "null")  # as their JSON text
 _TEXT_PARTS: Final = ("text", "input_text", "output_text", None)
 _THOUGHT_PARTS: Final = ("thinking", "reasoning")
 
@@ -116,7 +117,9 @@ def _full_message(turn: dict[str, Any], i: int, roles: Mapping[str, str]) -> Mes
     where = f"message {i}"
     role = _role(turn.get("role", turn.get("from")), where, roles)
     content = turn.get("content", turn.get("value"))
-    calls: Any = turn.get("tool_calls") or turn.get("function_call")
+    calls: Any = next(
+        (turn[key] for key in ("tool_calls", "function_call") if turn.get(key) and turn[key] not in _NO_CALLS), None
+    )
     if role in CALL_ROLES:
         role, content, calls = "assistant", "", content
     if calls and role != "assistant":
