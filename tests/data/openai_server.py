@@ -10,10 +10,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeVar
 
 MODEL = "tiny-target"
 KEY = "sk-test-0123456789abcdef-do-not-store"
@@ -252,8 +252,11 @@ async def _reply(writer: asyncio.StreamWriter, status: int, body: Any, headers: 
     await writer.drain()
 
 
+ServerT = TypeVar("ServerT", "OpenAIServer", "CountingProxy")
+
+
 @contextmanager
-def running(server: OpenAIServer) -> Iterator[OpenAIServer]:
+def running(server: ServerT) -> Iterator[ServerT]:
     """Serve from a thread until the block ends."""
     loop = asyncio.new_event_loop()
     started = threading.Event()
@@ -280,3 +283,35 @@ def running(server: OpenAIServer) -> Iterator[OpenAIServer]:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
         loop.close()
+
+
+@dataclass
+class CountingProxy:
+    """Hands requests on to a real server, and keeps what was asked of /chat/completions, in order."""
+
+    target: tuple[str, int]
+    port: int = 0
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            lines = [line for line in head if line and not line.lower().startswith("connection:")]
+            length = next((int(line[15:]) for line in lines if line.lower().startswith("content-length:")), 0)
+            body = await reader.readexactly(length)
+            if "/chat/completions" in lines[0]:
+                self.asked.append(json.loads(body))
+            there, back = await asyncio.open_connection(*self.target)
+            # One request a connection: what follows is the answer and nothing else.
+            back.write("\r\n".join([*lines, "Connection: close", "", ""]).encode() + body)
+            try:
+                while data := await there.read(1 << 16):
+                    writer.write(data)
+                    await writer.drain()
+            finally:
+                back.close()
+        writer.close()
