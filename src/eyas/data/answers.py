@@ -65,7 +65,7 @@ class Answers:
 
     Attributes:
         settings: what the answers there were made with; empty for new ones.
-        totals: charged so far, all sessions.
+        totals: charged so far, all sessions; the `Budget` that shares it adds this session's.
         failed: key -> line of the failed rows.
 
     Raises:
