@@ -145,7 +145,7 @@ class RegenerateReport:
 
 def count_rows(inputs: Sequence[Input], stop: list[bool]) -> int | None:
     """How many rows the inputs hold, for the forecast; None when that is not known cheaply, or `stop` was filled."""
-    if any(one.path.startswith("hf:") for one in inputs):
+    if any(one.kind is None for one in inputs):  # a data set, which may have to be downloaded for it
         return None
     total = 0
     for one in inputs:

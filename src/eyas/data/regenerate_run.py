@@ -24,10 +24,11 @@ from eyas.data.regenerate_report import LIVE_EVERY_S, RegenerateReport, RunView,
 from eyas.data.rows import Chat, Dropped, Message, Preformatted, Row, Sampled
 from eyas.data.server_pool import ServerPool
 from eyas.data.sources import Input, read_rows
-from eyas.errors import ConfigError, EyasError, Interrupted, StoreError
+from eyas.errors import ConfigError, EngineError, EyasError, Interrupted, StoreError
 
 _BATCH_ROWS: Final = 64
 _LONGEST_WAIT_S: Final = 60.0
+_HOPELESS_ROWS: Final = 50
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -78,6 +79,8 @@ class Run:
     _error: BaseException | None = None
     _proven: bool = False  # servers and model are known
     _accepted: bool = False  # a request of this form has been answered
+    _probing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _failed_in_a_row: int = 0  # rows that servers' troubles failed, since one was answered
 
     async def work(self) -> None:
         """Ask what is not answered yet.
@@ -184,12 +187,20 @@ class Run:
 
     async def _fail(self, chat: Chat, fault: Fault, ask: _Ask, turn: int) -> None:
         job = self.job
-        if fault.reason == "bad-request" and not self._accepted:
-            await self._probe(fault)
+        if fault.reason == "bad-request":
+            async with self._probing:
+                if not self._accepted:
+                    await self._probe(fault)
+            if self._stop.is_set():
+                return
         failure = Failure(fault.reason, fault.detail, turn, ask.tries)
         job.answers.fail(ask.key, chat, failure)
         job.report.fail(fault.reason, f"{chat.file}:{chat.line}: {fault.detail}")
         await job.answers.synced()
+        self._failed_in_a_row += fault.kind is FaultKind.RETRY
+        if self._failed_in_a_row >= max(_HOPELESS_ROWS, 2 * job.cfg.in_flight):
+            what = f"the last {self._failed_in_a_row} rows have failed, and none was answered"
+            raise EngineError(what, "", f"the last: {fault.reason}, {fault.detail}; --retry-failed asks them again")
 
     # --- requests ---
 
@@ -227,7 +238,7 @@ class Run:
             raise Fault("length", f"longer than {job.longest_answer} tokens", kind=FaultKind.ROW)
         turn = Turn(reply.message, usage)
         answers.answered(ask.key, turn, of, cost)
-        self._accepted = True
+        self._accepted, self._failed_in_a_row = True, 0
         if usage:
             job.report.prompt_tokens += usage.prompt_tokens
             job.report.completion_tokens += usage.completion_tokens
@@ -264,19 +275,18 @@ class Run:
         Raises:
             ConfigError: the server refuses the simplest question too.
         """
-        self._accepted = True  # ask once
         ask = self._ask(b"", [{"role": "user", "content": "Hello"}], None)
         try:
             reply, of, cost = await self._try(ask)
         except Fault as met:
             if met.kind is FaultKind.ROW:
-                self._accepted = False
                 hint = "is it one of the settings: max_tokens, temperature, extra_body?"
                 raise ConfigError(f"the server refuses every request ({met.detail})", "", hint) from fault
         except OverBudgetError:
             return
         else:
             self.job.answers.charged(of, reply.usage, cost)
+            self._accepted = True
 
     # --- the end ---
 
