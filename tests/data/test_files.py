@@ -224,6 +224,18 @@ def test_what_is_no_data_is_told_before_any_work(tmp_path: Path, shape: str, nam
         assert name in error.value.where
 
 
+def test_errors_that_quote_a_file_drive_no_terminal(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(json.dumps({"\x1b[2J": ROWS}))
+    parquet([{"a\x1b[2J": 1}], tmp_path / "b")
+    thrift = bytearray((tmp_path / "b").read_bytes())
+    thrift[-40:-8] = b"\x1f" * 32
+    (tmp_path / "c").write_bytes(thrift)
+    for name, field in (("a", None), ("a", "rows"), ("b", None), ("c", None)):
+        with pytest.raises(ConfigError) as error:
+            inspect(tmp_path / name, field)
+        assert str(error.value).isprintable()
+
+
 def test_what_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for path in (

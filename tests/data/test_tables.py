@@ -137,22 +137,28 @@ def test_rows_with_media_are_not_text_and_the_others_are_kept(
     assert reasons(read(tmp_path / "none")) == {}
 
 
-def test_columns_that_no_layout_knows_are_never_decoded(tmp_path: Path) -> None:
+def test_columns_that_no_layout_knows_and_bytes_of_images_are_never_decoded(tmp_path: Path) -> None:
     """Their pages are overwritten: a reader that looked at them would fail."""
     junk = [bytes([i]) * 3000 for i in range(50)]
-    pq.write_table(
-        pa.table({"prompt": ["Hi"] * 50, "pixels": junk, "image": junk}),
-        tmp_path / "t",
-        compression="none",
-        use_dictionary=False,
-    )
-    meta = pq.ParquetFile(tmp_path / "t").metadata.row_group(0)
+    images = [{"bytes": data, "path": None} if i % 2 else None for i, data in enumerate(junk)]
+    columns = {
+        "prompt": ["Hi"] * 50,
+        "pixels": junk,
+        "image": images,
+        "images": [[image] if image else [] for image in images],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "t", compression="none", use_dictionary=False)
+    with pq.ParquetFile(tmp_path / "t") as file:
+        meta = file.metadata.row_group(0)
+        chunks = [meta.column(i) for i in range(meta.num_columns)]
     data = bytearray((tmp_path / "t").read_bytes())
-    for i in (1, 2):
-        start = meta.column(i).data_page_offset
-        data[start : start + meta.column(i).total_compressed_size] = b"\xff" * meta.column(i).total_compressed_size
+    overwritten = [chunk for chunk in chunks if chunk.path_in_schema.endswith(("pixels", "bytes"))]
+    for chunk in overwritten:
+        start, size = chunk.data_page_offset, chunk.total_compressed_size
+        data[start : start + size] = b"\xff" * size
     (tmp_path / "t").write_bytes(data)
-    assert reasons(read(tmp_path / "t")) == dict.fromkeys(range(1, 51), DropReason.NOT_TEXT)
+    assert len(overwritten) == 3
+    assert reasons(read(tmp_path / "t")) == dict.fromkeys(range(2, 51, 2), DropReason.NOT_TEXT)
 
 
 def test_a_text_that_is_no_utf8_costs_no_other_row(tmp_path: Path) -> None:

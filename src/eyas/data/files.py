@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from eyas.data.columns import COLUMNS
 from eyas.data.json_split import BrokenJsonError, NoListError, find_list, split_array
-from eyas.data.names import COMPRESSED, display
+from eyas.data.names import COMPRESSED, display, printable
 from eyas.data.rows import DropReason, Fault, Raw
 from eyas.data.streams import Stream, compression_of, open_stream
 from eyas.data.tables import check_table, table_rows
@@ -206,9 +206,9 @@ def _with_field(path: Path, field: str) -> Kind:
         with open_stream(path) as stream:
             find_list(stream.read, MAX_LINE_BYTES, field)
     except NoListError as error:
-        raise ConfigError(f"no list of rows at field {field}", display(path), str(error)) from error
+        raise ConfigError(f"no list of rows at field {field}", display(path), printable(str(error))) from error
     except BrokenJsonError as error:
-        raise ConfigError(f"broken JSON before field {field}", display(path), str(error)) from error
+        raise ConfigError(f"broken JSON before field {field}", display(path), printable(str(error))) from error
     return Kind.ARRAY
 
 
@@ -288,7 +288,7 @@ def _object_kind(path: Path, text: bytes, whole: bool) -> Kind:
     else:
         return Kind.LINES
     hint = f"if its rows are in {found[0]}, say so: field: {found[0]}" if found else "one row a line: jq -c . FILE"
-    raise ConfigError("the input file is one JSON object, not a list of rows", display(path), hint)
+    raise ConfigError("the input file is one JSON object, not a list of rows", display(path), printable(hint))
 
 
 def _lists(value: Any) -> list[str]:

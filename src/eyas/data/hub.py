@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import datasets
 
 from eyas.data.columns import COLUMNS, EXPECTED, MEDIA, READ
+from eyas.data.names import printable
 from eyas.data.rows import DropReason
 from eyas.data.tables import TableRow, clean_row
 from eyas.errors import ConfigError
@@ -41,7 +42,7 @@ def check_dataset(name: str, split: str | None, subset: str | None) -> str:
     found = data.column_names
     if found is not None and not COLUMNS & set(found):
         columns = ", ".join(found) or "none"
-        raise ConfigError("unknown columns in the data set", name, f"found {columns}; expected {EXPECTED}")
+        raise ConfigError("unknown columns in the data set", name, f"found {printable(columns)}; expected {EXPECTED}")
     return split
 
 
@@ -52,7 +53,7 @@ def dataset_rows(name: str, split: str, subset: str | None) -> Iterator[TableRow
         opened = _open(name, split or None, subset)
         for row in _readable(opened[split] if isinstance(opened, dict) else opened):
             number += 1
-            yield number, clean_row(row), None
+            yield number, clean_row(cast(dict[str, Any], row)), None
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a builder script, a codec or the network raises
@@ -85,4 +86,4 @@ def _readable(data: _Data) -> _Data:
 
 
 def _said(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0])

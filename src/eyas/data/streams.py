@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from eyas.data.names import printable
+
 _MAGIC: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _ZSTD_SKIPPABLE: Final = b"\x2a\x4d\x18"  # bytes 1 to 3 of a frame that holds no data
 _MOST_LAYERS: Final = 3
@@ -45,7 +47,7 @@ class Stream:
         try:
             data = self._raw.read(min(size, _ZSTD_READ)) if self._zstd else self._raw.read1(size)
         except _ERRORS as error:
-            self.fault = " ".join(str(error).split()) or type(error).__name__
+            self.fault = printable(" ".join(str(error).split()) or type(error).__name__)
             return self._rescued() if self._zstd else b""
         self._given += len(data)
         return data

@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eyas.data.columns import COLUMNS, EXPECTED, MEDIA, READ
+from eyas.data.names import printable
 from eyas.data.rows import DropReason
 from eyas.errors import ConfigError
 
 BATCH_ROWS: Final = 256
 MEDIA_BATCH_ROWS: Final = 16
+_BYTES: Final = 2  # rank of a leaf that could hold pictures
 _ERRORS: Final = (OSError, pa.ArrowException, ValueError, MemoryError, OverflowError)
 
 TableRow = tuple[int, dict[str, Any] | None, tuple[DropReason, str] | None]
@@ -38,7 +40,9 @@ def check_table(path: Path, name: str) -> None:
         raise ConfigError("the Parquet file is damaged", name, _first_line(error)) from error
     if not COLUMNS & set(found):
         columns = ", ".join(found) or "none"
-        raise ConfigError("unknown columns in the Parquet file", name, f"found {columns}; expected {EXPECTED}")
+        raise ConfigError(
+            "unknown columns in the Parquet file", name, f"found {printable(columns)}; expected {EXPECTED}"
+        )
 
 
 def table_rows(path: Path) -> Iterator[TableRow]:
@@ -77,39 +81,31 @@ def clean(value: Any) -> Any:
 
 def _group_rows(table: pq.ParquetFile, group: int) -> Iterator[dict[str, Any] | tuple[DropReason, str]]:
     names = [name for name in table.schema_arrow.names if name in READ]
-    media = _media(table, group)
-    asked = [name for name, seen in media.items() if seen is None]
-    size = MEDIA_BATCH_ROWS if asked else BATCH_ROWS
-    for batch in table.iter_batches(size, row_groups=[group], columns=names + asked):
-        has_media = {name: _not_null(batch.column(name)) if seen is None else None for name, seen in media.items()}
-        rows = batch.select(names)
-        for i, row in enumerate(_python_rows(rows)):
+    media = _media_leaves(table.schema)
+    size = MEDIA_BATCH_ROWS if any(rank == _BYTES for rank, _ in media.values()) else BATCH_ROWS
+    leaves = [leaf for _, leaf in media.values()]
+    for batch in table.iter_batches(size, row_groups=[group], columns=names + leaves):
+        has_media = {name: _not_null(batch.column(name)) for name in media}
+        for i, row in enumerate(_python_rows(batch.select(names))):
             if isinstance(row, dict):
-                for name, seen in has_media.items():
-                    if seen is None or seen[i]:
-                        row[name] = True
+                row.update({name: True for name, seen in has_media.items() if seen[i]})
             yield row
 
 
-def _media(table: pq.ParquetFile, group: int) -> dict[str, Literal[True] | None]:
-    """Columns of images and sounds of a row group: True where every row has one, None where it takes a look.
+def _media_leaves(schema: pq.ParquetSchema) -> dict[str, tuple[int, str]]:
+    """Column of images or sounds -> (rank, path) of the leaf that shows most cheaply whether a row has one.
 
-    Columns that are empty by their statistics are left out.
+    Any leaf tells whether the object or list around it is null or empty: the path of an image does for its bytes.
+    Statistics would tell it too, but pyarrow ends the process on damaged ones.
     """
-    meta = table.metadata.row_group(group)
-    found: dict[str, Literal[True] | None] = {}
-    for i in range(meta.num_columns):
-        column = meta.column(i)
-        name = column.path_in_schema.split(".")[0]
-        if name not in MEDIA:
-            continue
-        stats = column.statistics if column.is_stats_set else None
-        if stats is None or not stats.has_null_count:
-            found.setdefault(name, None)
-        elif stats.null_count == 0 and ".list." not in column.path_in_schema:
-            found[name] = True
-        elif stats.null_count < column.num_values:
-            found.setdefault(name, None)
+    found: dict[str, tuple[int, str]] = {}
+    for i in range(len(schema)):
+        leaf = schema.column(i)
+        name = leaf.path.split(".")[0]
+        if name in MEDIA:
+            is_text = "String" in str(leaf.logical_type)
+            rank = _BYTES if leaf.physical_type == "BYTE_ARRAY" and not is_text else int(is_text)
+            found[name] = min(found.get(name, (rank, leaf.path)), (rank, leaf.path))
     return found
 
 
@@ -169,4 +165,4 @@ def _with_nulls(values: list[Any], array: pa.Array) -> list[Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0])
