@@ -166,6 +166,12 @@ class OpenAIServer:
                 choice = {"index": 0, "message": message, "finish_reason": act.finish}
                 self.charge(*completion)
                 await _reply(writer, 200, {"choices": [choice], "usage": usage})
+            case "half-plain":
+                data = json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}).encode()
+                head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+                writer.write(head.encode() + data[:-9])
+                await writer.drain()
+                return False
             case _:
                 return await self._stream(act, text, usage, completion, writer)
         return True

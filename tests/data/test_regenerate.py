@@ -159,6 +159,20 @@ def test_a_server_without_stream_options_is_asked_without_them(tmp_path: Path) -
     assert (report.answered, report.failed.total(), len(server.asked)) == (2, 0, 2)
 
 
+def test_whole_answers_can_be_asked_for_and_half_ones_are_not_taken(tmp_path: Path) -> None:
+    def plan(body: dict[str, Any], before: int) -> Act:
+        assert "stream_options" not in body
+        assert body["stream"] is False
+        return Act("half-plain" if before == 0 else "plain")
+
+    with running(OpenAIServer(plan=plan)) as server:
+        report = go(
+            server, prompts(tmp_path / "in.jsonl", "a"), tmp_path / "out.jsonl", settings(stream=False, **PRICES)
+        )
+    assert (report.answered, len(server.asked), report.tries.total()) == (1, 2, 1)
+    assert (report.totals.cost, report.totals.unknown_tries) == (server.ledger, 1)
+
+
 # --- chats ------------------------------------------------------------------------------------------------------------
 
 

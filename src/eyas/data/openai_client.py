@@ -1,6 +1,6 @@
 """One OpenAI-compatible server: the one place where its streams become answers, and its errors and the client's ours.
 
-Answers are streamed, so that a server that hangs is seen, and half an answer is never taken for a whole one.
+Half an answer is never taken for a whole one, streamed or not: it has no finish_reason, or is no JSON.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Request:
 
     fields: Mapping[str, Any]
     timeout_s: float
+    stream: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +146,8 @@ class OpenAIClient:
         return Reply(message, usage)
 
     async def _stream(self, request: Request, answer: StreamedAnswer) -> None:
-        fields = {**request.fields, "stream": True}
-        if self._usage_on_request:
+        fields = {**request.fields, "stream": request.stream}
+        if request.stream and self._usage_on_request:
             fields["stream_options"] = {"include_usage": True}
         clock = asyncio.get_running_loop().time
         deadline = clock() + request.timeout_s
@@ -156,7 +157,7 @@ class OpenAIClient:
                     "/chat/completions", body=fields, cast_to=object, stream=True, stream_cls=AsyncStream[object]
                 )
                 try:
-                    if "json" in stream.response.headers.get("content-type", ""):  # the server does not stream
+                    if "json" in stream.response.headers.get("content-type", ""):  # whole, asked for or not
                         answer.take(json.loads(await stream.response.aread()))
                     else:
                         async for chunk in stream:

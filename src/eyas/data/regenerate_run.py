@@ -207,7 +207,8 @@ class Run:
     def _ask(self, key: bytes, context: Sequence[Message], tools: list[dict[str, Any]] | None) -> _Ask:
         messages = as_sent(context)
         fields = {**self.job.fields, "messages": messages} | ({"tools": tools} if tools else {})
-        return _Ask(key, Request(fields, self.job.cfg.timeout_s), messages, tools)
+        cfg = self.job.cfg
+        return _Ask(key, Request(fields, cfg.timeout_s, cfg.stream), messages, tools)
 
     async def _turn(self, ask: _Ask) -> Turn:
         """One answer, after as many tries as it takes; durable."""
