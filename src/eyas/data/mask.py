@@ -59,11 +59,11 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class _Talk:
-    """A conversation up to its last answer, which may be unfinished."""
+    """A conversation up to its last answer; `broke_off` is the field in which that ended, if a token limit cut it."""
 
     messages: list[Message]
     tools: list[Tool] | None
-    unfinished: bool
+    broke_off: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,10 @@ class Masker:
 
     def chat(self, row: Chat) -> list[Segments] | Rejected:
         """The rows of a conversation."""
-        messages, notes = row.messages, ()
-        if not any(message["role"] == "assistant" for message in messages):
+        if not any(message["role"] == "assistant" for message in row.messages):
             return Rejected(DropReason.PROMPT_ONLY)
-        unfinished = next((i for i, m in enumerate(messages) if m.get("finish_reason") == "length"), None)
-        if unfinished is not None and any(m["role"] == "assistant" for m in messages[unfinished + 1 :]):
-            messages, notes = messages[: unfinished + 1], (UNFINISHED_CUT,)
+        given, notes = _until_unfinished(row.messages)
+        messages = [readable(message, self._renderer.reasoning_field) for message in given]
         answers = _answers(messages)
         if not answers:
             roles = [message["role"] for message in messages]
@@ -128,15 +126,15 @@ class Masker:
             blank = DropReason.EMPTY_ANSWER, "every answer is blank"
             return Rejected(*(blank if followed else (DropReason.NOTHING_TO_LEARN, "no answer follows a user turn")))
         stop = answers[-1] + 1
-        if self._empty_prompt == "drop" and any(
-            m["role"] == "user" and not (m.get("content") or "").strip() for m in messages[:stop]
-        ):
+        asked = [message["content"] for message in messages[:stop] if message["role"] == "user"]
+        if self._empty_prompt == "drop" and not all(map(str.strip, asked)):
             return Rejected(DropReason.EMPTY_PROMPT)
         if stop < len(messages):
             notes = (*notes, LAST_TURN_CUT)
-        readied = [readable(message, self._renderer.reasoning_field) for message in messages[:stop]]
-        talk = _Talk(readied, row.tools, messages[stop - 1].get("finish_reason") == "length")
-        return self._first_that_renders(talk, notes)
+        last = given[stop - 1]
+        field = "content" if last.get("content") else self._renderer.reasoning_field or "content"
+        broke_off = field if last.get("finish_reason") == "length" else None
+        return self._first_that_renders(_Talk(messages[:stop], row.tools, broke_off), notes)
 
     def preformatted(self, row: Preformatted) -> list[Segments] | Rejected:
         """The row of a text in the template's own format: trained is what follows each assistant header."""
@@ -180,11 +178,11 @@ class Masker:
     def _turns(self, talk: _Talk) -> list[_Turn]:
         """The answers, in order; the last one's text is the whole conversation's."""
         *earlier, last = _answers(talk.messages)
-        final = self._turn(talk, last, unfinished=talk.unfinished)
+        final = self._turn(talk, last, broke_off=talk.broke_off)
         whole = None if self._rewritten_turns == "split" else final.text
         return [*(self._turn(talk, i, within=whole) for i in earlier), final]
 
-    def _turn(self, talk: _Talk, i: int, *, unfinished: bool = False, within: str | None = None) -> _Turn:
+    def _turn(self, talk: _Talk, i: int, *, broke_off: str | None = None, within: str | None = None) -> _Turn:
         messages, message = talk.messages[: i + 1], talk.messages[i]
         prompt = self._renderer.prompt(messages, talk.tools)
         if within is not None and not within.startswith(prompt):
@@ -197,9 +195,10 @@ class Masker:
             text = reopened
         body, stop = self._end(text, len(prompt))
         ended = body < stop
-        if unfinished:
-            stop = _end_of_answer(message, text, len(prompt), body)
-            text, ended = text[:stop], False
+        if broke_off:
+            text = text[: self._end_of_words(talk, broke_off, text, body)]
+            stop = min(stop, len(text))
+            ended = body < stop
         emission = _Emission(message, text, len(prompt), stop, ended) if stop > len(prompt) else None
         return _Turn(message, text, emission)
 
@@ -222,6 +221,16 @@ class Masker:
         segments[-1] = replace(segments[-1], notes=(*notes, *((REWRITTEN,) if untrained else ()), *segments[-1].notes))
         return segments
 
+    def _end_of_words(self, talk: _Talk, field: str, text: str, body: int) -> int:
+        """Where the last answer, an unfinished one, ends: after its words, before what the template closes it with."""
+        *earlier, message = talk.messages
+        if message.get("tool_calls"):
+            return body
+        going_on = {**message, field: f"{message.get(field) or ''}{_MORE}"}
+        other = self._renderer.render([*earlier, going_on], talk.tools, generation_prompt=False)
+        pairs = zip(text, other, strict=False)
+        return next((place for place, (one, two) in enumerate(pairs) if one != two), len(text))
+
     def _end(self, text: str, start: int) -> tuple[int, int]:
         """Where the first end-of-turn token after `start` begins and ends; the text's length twice without one."""
         for control in self._controls.finditer(text, start):
@@ -230,7 +239,19 @@ class Masker:
         return len(text), len(text)
 
 
+#: A character that no template writes: where the words of an answer go on, its rendering does.
+_MORE: Final = "\ue000"
+
 _WORTH_ANOTHER_FORM: Final = (DropReason.TEMPLATE_ERROR, DropReason.TOOLS, DropReason.BAD_TOOLS)
+
+
+def _until_unfinished(messages: list[Message]) -> tuple[list[Message], tuple[str, ...]]:
+    """Up to the first answer that a token limit cut, where others follow it."""
+    for i, message in enumerate(messages):
+        if message.get("finish_reason") == "length":
+            followed = any(later["role"] == "assistant" for later in messages[i + 1 :])
+            return (messages[: i + 1], (UNFINISHED_CUT,)) if followed else (messages, ())
+    return messages, ()
 
 
 def _answers(messages: Sequence[Message]) -> list[int]:
@@ -240,7 +261,7 @@ def _answers(messages: Sequence[Message]) -> list[int]:
         i
         for i in range(first + 1, len(messages))
         if messages[i]["role"] == "assistant"
-        and ((messages[i].get("content") or "").strip() or messages[i].get("tool_calls") or thought_of(messages[i]))
+        and ((messages[i]["content"] or "").strip() or messages[i].get("tool_calls") or thought_of(messages[i]))
     ]
 
 
@@ -259,7 +280,11 @@ def _tool_fault(talk: _Talk, turns: list[_Turn]) -> Rejected | None:
     prompt = first.text[: first.emission.start] if first.emission else first.text
     fault = tools_fault(talk.tools, prompt) or results_fault(talk.messages, last.text)
     for turn in turns:
-        fault = fault or calls_fault(turn.message, turn.emission.value if turn.emission else turn.text)
+        emission = turn.emission
+        said, rendered = (emission.value, turn.text[emission.start :]) if emission else (turn.text, turn.text)
+        fault = fault or calls_fault(turn.message, said, rendered)
+    for message in talk.messages[: next(i for i, m in enumerate(talk.messages) if m is first.message)]:
+        fault = fault or calls_fault(message, last.text, last.text)  # a greeting
     return Rejected(*fault) if fault else None
 
 
@@ -278,18 +303,6 @@ def _reopened(message: Message, prompt: str, text: str) -> str | None:
 
 
 _OPEN_THOUGHT: Final = re.compile(r"<think>\s*$")
-
-
-def _end_of_answer(message: Message, text: str, start: int, stop: int) -> int:
-    """Where an unfinished answer ends: after its words, before anything the template adds to close it."""
-    if message.get("tool_calls"):
-        return stop
-    content = message.get("content") or ""
-    words = content if content.strip() else thought_of(message)
-    for form in (words, words.strip()):
-        if (place := text.rfind(form, start, stop)) >= 0:
-            return place + len(form)
-    return stop
 
 
 def _in_order(emissions: Iterable[_Emission]) -> list[_Emission]:

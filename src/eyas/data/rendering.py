@@ -209,7 +209,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         if type(__obj) is _STR_METHOD_TYPE and type(__obj.__self__) is str and __obj.__name__ in _STR_METHODS:
-            return __obj(*args, **kwargs)
+            return __context.call(__obj, *args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
 

@@ -22,7 +22,8 @@ SYSTEM_MERGED: Final = "system-merged-into-user"
 TURNS_MERGED: Final = "consecutive-turns-merged"
 GREETING_DROPPED: Final = "greeting-dropped"
 
-_THOUGHT: Final = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+#: One thought at the start of a content, and nothing else that looks like one.
+_THOUGHT: Final = re.compile(r"\s*<think>((?:(?!</?think>).)*)</think>((?:(?!</?think>).)*)", re.DOTALL)
 
 
 def readable(message: Message, reasoning_field: str | None) -> Message:
@@ -33,14 +34,13 @@ def readable(message: Message, reasoning_field: str | None) -> Message:
         return message
     kept = {key: value for key, value in message.items() if value is not None and key != "finish_reason"}
     kept.setdefault("content", "")
-    thought = kept.pop("reasoning_content", "")
-    if reasoning_field is not None and message["role"] == "assistant":
-        if thinks and not thought and (inline := _THOUGHT.fullmatch(kept["content"])):
-            thought, kept["content"] = inline[1].strip("\n"), inline[2].lstrip("\n")
-        if thought:
-            kept[reasoning_field] = thought
-    elif thought:
-        kept["reasoning_content"] = thought
+    if reasoning_field is None or message["role"] != "assistant":
+        return kept
+    thought = kept.pop("reasoning_content", None)
+    if thinks and not thought and (inline := _THOUGHT.fullmatch(kept["content"])):
+        thought, kept["content"] = inline[1].strip("\n"), inline[2].lstrip("\n")
+    if thought is not None:
+        kept[reasoning_field] = thought
     return kept
 
 

@@ -26,8 +26,8 @@ def results_fault(messages: Sequence[Message], text: str) -> tuple[DropReason, s
     return None
 
 
-def calls_fault(message: Message, emission: str) -> tuple[DropReason, str] | None:
-    """The first call of a message that is not in what its turn emits, or is there as it must not be.
+def calls_fault(message: Message, emission: str, turn: str) -> tuple[DropReason, str] | None:
+    """The first call of a message that is not in what its turn emits, or is in its rendering as it must not be.
 
     Arguments that are objects become JSON, tags or whatever the template likes, but never a Python literal. Arguments
     that are text, because they are not JSON, must be there as they are: quoted once more they would be another call.
@@ -38,9 +38,9 @@ def calls_fault(message: Message, emission: str) -> tuple[DropReason, str] | Non
         if not name or name not in emission:
             return DropReason.TOOLS, f"the template does not render the call of {name!r}"
         if isinstance(arguments, str):
-            if arguments.strip() not in emission:
-                return DropReason.BAD_TOOLS, f"the arguments of {name!r} are not JSON: {arguments[:40]!r}"
-        elif arguments and (literal := repr(arguments)) in emission and literal != _json(arguments):
+            if arguments.strip() not in turn:
+                return DropReason.BAD_TOOLS, f"the arguments of {name!r} are not rendered as they are: {arguments[:40]}"
+        elif arguments and (literal := repr(arguments)) in turn and literal != _json(arguments):
             return DropReason.TOOLS, f"the template renders the arguments of {name!r} as a Python literal"
     return None
 
