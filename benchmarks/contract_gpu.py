@@ -109,7 +109,7 @@ def write_corpus(path: Path, lengths: list[int], vocab_size: int, seed: int) -> 
     """Random token ids; half of the rows share a prefix of 40, every seventh is a duplicate of the one before."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(10, vocab_size, 40)
-    meta = CorpusMeta(model="seeded", tokenizer_hash="0" * 32, template_hash="0" * 32, vocab_size=vocab_size)
+    meta = CorpusMeta(model="seeded", tokenizer_hash="", template_hash="", vocab_size=vocab_size)
     with CorpusWriter(path, meta) as writer:
         tokens = shared
         for index, length in enumerate(lengths):

@@ -47,7 +47,7 @@ FLAGS = ("--disable-radix-cache", "--chunked-prefill-size", "2048", "--context-l
 def write_corpus(path: Path, vocab_size: int, seed: int) -> Corpus:
     """Random token ids, 64 rows of 200 to 800 tokens; the last two thirds of each are trained."""
     rng = np.random.default_rng(seed)
-    meta = CorpusMeta(model="seeded", tokenizer_hash="0" * 32, template_hash="0" * 32, vocab_size=vocab_size)
+    meta = CorpusMeta(model="seeded", tokenizer_hash="", template_hash="", vocab_size=vocab_size)
     with CorpusWriter(path, meta) as writer:
         for row in range(ROWS):
             length = int(rng.integers(200, 800))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.server
 import json
 import resource
@@ -48,7 +49,7 @@ def chats(tmp_path: Path) -> Path:
 @pytest.fixture
 def corpus(tmp_path: Path, model: Path) -> Path:
     path = tmp_path / "corpus.parquet"
-    meta = CorpusMeta(model=str(model), tokenizer_hash="0" * 32, template_hash="0" * 32, vocab_size=1024)
+    meta = CorpusMeta(model=str(model), tokenizer_hash="", template_hash="", vocab_size=1024)
     with CorpusWriter(path, meta) as writer:
         for row in range(4):
             writer.add(str(row), np.arange(10, 20 + row), np.ones(10 + row, np.uint8))
@@ -56,11 +57,11 @@ def corpus(tmp_path: Path, model: Path) -> Path:
 
 
 def test_the_whole_way_by_commands(chats: Path, model: Path, tmp_path: Path) -> None:
-    corpus, store = tmp_path / "c.parquet", tmp_path / "store"
-    prepared = run("prepare", chats, "--model", model, "--out", corpus, "--show", 1)
+    corpus, store = tmp_path / "corpus", tmp_path / "store"
+    prepared = run("prepare", chats, "--target", model, "--out", corpus, "--show", 1)
     assert prepared.exit_code == 0, prepared.output
-    assert "kept 6, dropped 1" in prepared.output
-    assert "prompt-only" in prepared.output
+    for part in ("read          7 rows", "kept          6 rows", "prompt-only", f"eyas extract {corpus} STORE"):
+        assert part in prepared.output
     planned = run("extract", corpus, store, "--plan", "--set", "store.reserve_bytes=0")
     assert planned.exit_code == 0, planned.output
     assert "6" in planned.output
@@ -81,6 +82,65 @@ def test_the_whole_way_by_commands(chats: Path, model: Path, tmp_path: Path) -> 
     assert run("verify", store).exit_code == 0
 
 
+def test_settings_alone_are_enough(chats: Path, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    sources = f"[{chats}, {{path: {chats}, name: twice, weight: 2, max_rows: 3}}]"
+    path.write_text(f"prepare: {{target: {model}, sources: {sources}, seed: 3}}\n")
+    done = run("prepare", "--config", path, "--out", tmp_path / "c")
+    assert done.exit_code == 0, done.output
+    summary = json.loads((tmp_path / "c" / "summary.json").read_text())
+    assert (summary["read"], summary["kept"], summary["rows"]) == (10, 9, 12)
+    assert summary["by_source"]["twice"]["rows"] == 6
+    done = run("prepare", chats, "--config", path, "--out", tmp_path / "c")  # arguments win
+    assert json.loads((tmp_path / "c" / "summary.json").read_text())["read"] == 7
+    assert run("prepare", "--config", path, "--target", "no/such", "--out", tmp_path / "d").exit_code == 2
+
+
+def test_prompts_alone_exit_with_2_and_say_what_to_do(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    result = run("prepare", path, "--target", model, "--out", tmp_path / "c")
+    assert result.exit_code == 2
+    assert f"eyas regenerate {tmp_path / 'c' / 'prompts.jsonl'}" in result.output
+    assert json.loads((tmp_path / "c" / "summary.json").read_text())["dropped_by_reason"] == {"prompt-only": 1}
+
+
+def test_strict_names_the_row(chats: Path, model: Path, tmp_path: Path) -> None:
+    with chats.open("a") as file:
+        file.write("no json\n")
+    result = run("prepare", chats, "--target", model, "--out", tmp_path / "c", "--strict")
+    assert result.exit_code == 2
+    assert f"{chats}:8" in result.output
+    assert "bad-json" in result.output
+    assert not (tmp_path / "c").exists()
+
+
+def test_corpora_are_described_and_joined(chats: Path, model: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert run("prepare", chats, "--target", model, "--out", tmp_path / name).exit_code == 0
+    joined = run("corpus", "merge", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "c")
+    assert (joined.exit_code, "rows    12" in joined.output) == (0, True), joined.output
+    told = run("corpus", "stats", tmp_path / "c")
+    assert (told.exit_code, "draft vocabulary" in told.output) == (0, True), told.output
+    facts = json.loads(run("corpus", "stats", tmp_path / "a", tmp_path / "b", "--json").output)
+    assert facts["rows"] == 12
+    assert facts["by_source"]["chats"]["rows"] == 12
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(chats: Path, model: Path, tmp_path: Path) -> None:
+    assert run("prepare", chats, "--target", model, "--out", tmp_path / "c").exit_code == 0
+    opened = eyas.Corpus.open(tmp_path / "c")
+    other = dataclasses.replace(opened.meta, tokenizer_hash="0" * 32)
+    with CorpusWriter(tmp_path / "other.parquet", other) as writer:
+        for row in opened:
+            writer.add(row.id, row.tokens, row.loss_mask)
+    for more in ([], ["--plan"]):
+        result = run("extract", tmp_path / "other.parquet", tmp_path / "s", "--target", model, *more)
+        assert result.exit_code == 2
+        assert "made with another tokenizer" in result.output
+    assert not (tmp_path / "s").exists()
+
+
 def test_failed_rows_exit_with_6_and_say_how_to_retry(corpus: Path, tmp_path: Path) -> None:
     sets = ("--set", "extract.engine=fake", "--set", "store.reserve_bytes=0", "--set", "fake.failing_rows=[2]")
     result = run("extract", corpus, tmp_path / "store", *sets)
@@ -94,9 +154,21 @@ def test_failed_rows_exit_with_6_and_say_how_to_retry(corpus: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [
-        (("prepare", "absent.jsonl", "--model", "{model}"), 2, "absent.jsonl"),
-        (("prepare", "{empty}", "--model", "{model}"), 2, "empty corpus"),
-        (("prepare", "{empty}", "--model", "no/such-model-anywhere"), 2, "no/such-model-anywhere"),
+        (("prepare", "absent.jsonl", "--target", "{model}", "--out", "{tmp}/c"), 2, "absent.jsonl"),
+        (("prepare", "{empty}", "--target", "{model}", "--out", "{tmp}/c"), 2, "empty"),
+        (("prepare", "{chats}", "--model", "no/such-model-anywhere", "--out", "{tmp}/c"), 2, "no/such-model-anywhere"),
+        (("prepare", "{chats}", "--out", "{tmp}/c"), 2, "no target"),
+        (("prepare", "--target", "{model}", "--out", "{tmp}/c"), 2, "no input"),
+        (("prepare", "{chats}", "--target", "{model}", "--out", "{tmp}/c.parquet"), 2, "--out {tmp}/c,"),
+        (("prepare", "{chats}", "--target", "{model}", "--out", "{empty}"), 2, "this is a file"),
+        (("prepare", "{chats}", "--target", "{model}", "--out", "{empty}/c"), 5, "cannot write"),
+        (("prepare", "{chats}", "--target", "{model}", "--set", "prepare.dedupe=all"), 2, "prepare.dedupe"),
+        (("prepare", "{chats}", "--target", "{model}", "--set", "prepare.too_long=maybe"), 2, "prepare.too_long"),
+        (("prepare", "{chats}", "--target", "{model}", "--set", "prepare.decontaminate=[x.jsonl]"), 2, "x.jsonl"),
+        (("corpus", "stats", "{model}"), 2, "no corpus in the folder"),
+        (("corpus", "stats", "{empty}"), 2, "not a corpus"),
+        (("corpus", "merge", "{corpus}", "--out", "{tmp}/c.parquet"), 2, "--out is a folder"),
+        (("extract", "{model}", "{tmp}/s"), 2, "no corpus in the folder"),
         (("extract", "absent.parquet", "{tmp}/s"), 2, "absent.parquet"),
         (("extract", "{empty}", "{tmp}/s"), 2, "not a corpus"),
         (("extract", "{corpus}", "{tmp}/s", "--set", "extract.atempts=1"), 2, "extract.attempts"),
@@ -115,11 +187,11 @@ def test_failed_rows_exit_with_6_and_say_how_to_retry(corpus: Path, tmp_path: Pa
     ],
 )
 def test_each_error_is_one_message_with_its_exit_code(
-    words: tuple[str, ...], code: int, expected: str, corpus: Path, model: Path, tmp_path: Path
+    words: tuple[str, ...], code: int, expected: str, corpus: Path, model: Path, chats: Path, tmp_path: Path
 ) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    names = {"model": model, "empty": empty, "tmp": tmp_path, "corpus": corpus, "port": free_port()}
+    names = {"model": model, "empty": empty, "tmp": tmp_path, "corpus": corpus, "chats": chats, "port": free_port()}
     before = sorted(tmp_path.rglob("*"))
     result = run(*(word.format(**names) for word in words))
     assert result.exit_code == code, result.output

@@ -104,7 +104,7 @@ def make_corpus(path: Path, vocab_size: int, seed: int) -> Path:
     """Prompts of 1 to 600 tokens: many of equal length, half with a shared prefix of 40, some exact duplicates."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(10, vocab_size, 40)
-    meta = CorpusMeta(model="named-by-the-test", tokenizer_hash="0" * 32, template_hash="0" * 32, vocab_size=vocab_size)
+    meta = CorpusMeta(model="named-by-the-test", tokenizer_hash="", template_hash="", vocab_size=vocab_size)
     with CorpusWriter(path, meta) as writer:
         previous = shared
         for index, length in enumerate(LENGTHS):
@@ -173,7 +173,7 @@ def test_a_client_killed_ten_times_leaves_every_row_once_and_right(running: Runn
     """SIGKILL somewhere in the middle of each session; requests in flight and records in the spool are left behind."""
     rng, store = np.random.default_rng(8), tmp_path / "store"
     path, vocab_size = tmp_path / "corpus.parquet", Target.load(str(running.model)).vocab_size
-    meta = CorpusMeta(model=str(running.model), tokenizer_hash="0" * 32, template_hash="0" * 32, vocab_size=vocab_size)
+    meta = CorpusMeta(model=str(running.model), tokenizer_hash="", template_hash="", vocab_size=vocab_size)
     with CorpusWriter(path, meta) as writer:
         for row in range(400):
             tokens = rng.integers(10, vocab_size, int(rng.choice([60, 90, 130])))

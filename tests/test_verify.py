@@ -39,7 +39,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_corpus(path: Path, seed: int) -> Path:
     rng = np.random.default_rng(seed)
-    meta = CorpusMeta(model="tiny", tokenizer_hash="0" * 32, template_hash="0" * 32, vocab_size=1024)
+    meta = CorpusMeta(model="tiny", tokenizer_hash="", template_hash="", vocab_size=1024)
     with CorpusWriter(path, meta) as writer:
         for index, length in enumerate(LENGTHS):
             mask = np.ones(length, np.uint8)

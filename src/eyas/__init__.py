@@ -1,8 +1,8 @@
 """Eyas turns a served language model into an EAGLE-3 draft model.
 
     import eyas
-    eyas.prepare_corpus([Path("chats.jsonl")], "HuggingFaceTB/SmolLM2-135M-Instruct", Path("corpus.parquet"))
-    eyas.extract_states(Path("corpus.parquet"), Path("store"), server="http://localhost:30000")
+    eyas.prepare_corpus(["chats.jsonl"], "HuggingFaceTB/SmolLM2-135M-Instruct", Path("corpus"))
+    eyas.extract_states(Path("corpus"), Path("store"), server="http://localhost:30000")
     row = eyas.StoreReader("store")[0]        # row.tokens, row.aux [T, A, H], row.last [L, H], ...
 
 The names below are the public ones; each is imported when first used, so `import eyas` is quick and torch-free.
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from eyas.config import Config
     from eyas.config import load as load_config
     from eyas.data.corpus import Corpus
+    from eyas.data.merge import merge as merge_corpora
     from eyas.data.prepare import prepare as prepare_corpus
     from eyas.data.regenerate import regenerate as regenerate_answers
+    from eyas.data.statistics import statistics as corpus_statistics
     from eyas.demo import run_demo
     from eyas.errors import ConfigError, EngineError, EyasError, IntegrityError, Interrupted, RowsFailed, StoreError
     from eyas.extract.runner import extract as extract_states
@@ -47,9 +49,11 @@ _HOME = {
     "StoreError": "errors",
     "StoreReader": "store.reader",
     "StoreWriter": "store.writer",
+    "corpus_statistics": "data.statistics:statistics",
     "describe_store": "store.documents",
     "extract_states": "extract.runner:extract",
     "load_config": "config:load",
+    "merge_corpora": "data.merge:merge",
     "move_shards": "store.move",
     "plan_extraction": "extract.runner:plan",
     "prepare_corpus": "data.prepare:prepare",
@@ -73,9 +77,11 @@ __all__ = [
     "StoreError",
     "StoreReader",
     "StoreWriter",
+    "corpus_statistics",
     "describe_store",
     "extract_states",
     "load_config",
+    "merge_corpora",
     "move_shards",
     "plan_extraction",
     "prepare_corpus",

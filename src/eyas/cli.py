@@ -7,16 +7,18 @@ failed rows, 130 stopped.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 import eyas
 
@@ -32,6 +34,8 @@ app = typer.Typer(
 )
 store_app = typer.Typer(help="Look at a store, or move its shards between disks.", no_args_is_help=True)
 app.add_typer(store_app, name="store")
+corpus_app = typer.Typer(help="Look at a corpus, or join several.", no_args_is_help=True)
+app.add_typer(corpus_app, name="corpus")
 
 out = Console()
 err = Console(stderr=True)
@@ -61,6 +65,11 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
+def _lines(lines: Sequence[Text]) -> None:
+    for line in lines:
+        out.print(line, highlight=False, soft_wrap=True)
+
+
 def _table(lines: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in lines)
     for name, text in lines:
@@ -70,30 +79,29 @@ def _table(lines: list[tuple[str, str]]) -> None:
 @app.command()
 @_reporting
 def prepare(
-    inputs: Annotated[list[Path], typer.Argument(help="JSON-lines files of chats: `conversations` of role/content.")],
-    model: Annotated[str, typer.Option(help="The target, whose tokenizer and template are used.")],
-    corpus: Annotated[Path, typer.Option("--out", help="The corpus to write.")] = Path("corpus.parquet"),
+    inputs: Annotated[
+        list[str] | None, typer.Argument(help="Files, folders, globs or `hf:NAME`; default: prepare.sources.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", "--model", help="Whose tokenizer and template are used: folder or hub id.")
+    ] = None,
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the corpus and the accounts.")] = Path("corpus"),
     show: Annotated[int, typer.Option(help="Print this many samples with the trained tokens marked.", min=0)] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first row that cannot be used.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one a core.", min=1)] = None,
     config: ConfigFile = None,
     overrides: Overrides = [],  # noqa: B006  typer copies it
 ) -> None:
-    """Turn chats into a tokenised corpus with a loss mask.
+    """Turn chats into a tokenised corpus with a loss mask, and account for every row.
 
-    Example: `eyas prepare chats.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct --show 2`
+    Example: `eyas prepare chats.jsonl --target HuggingFaceTB/SmolLM2-135M-Instruct --out corpus --show 2`
     """
-    cfg = eyas.load_config(config, overrides).prepare
-    report = eyas.prepare_corpus(
-        inputs,
-        model,
-        corpus,
-        max_tokens=cfg.max_tokens,
-        too_long=cfg.too_long,
-        trust_remote_code=cfg.trust_remote_code,
-        show=show,
-        console=out,
-    )
-    for line in report.lines():
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    flags = (["prepare.strict=true"] if strict else []) + ([f"prepare.workers={workers}"] if workers else [])
+    cfg = eyas.load_config(config, [*overrides, *flags]).prepare
+    if not (target := target or cfg.target):
+        raise eyas.ConfigError("no target is named", "--target", "the model whose tokenizer and template are used")
+    report = eyas.prepare_corpus(inputs or cfg.sources, target, folder, cfg=cfg, show=show, console=out)
+    _lines(report.lines(min(out.width, 100)))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -136,10 +144,12 @@ def serve(
 @app.command()
 @_reporting
 def extract(
-    corpus: Annotated[Path, typer.Argument(help="What `eyas prepare` wrote.")],
+    corpus: Annotated[Path, typer.Argument(help="What `eyas prepare` wrote: its folder or the .parquet file.")],
     store: Annotated[Path, typer.Argument(help="Folder for the states; an unfinished one is resumed.")],
     server: Annotated[str | None, typer.Option(help="URL of an `eyas serve` server; else transformers here.")] = None,
-    model: Annotated[str | None, typer.Option(help="The target; default: the one the corpus was prepared for.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--target", "--model", help="Default: the one the corpus was prepared for.")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what it would need; writes nothing.")] = False,
     workers: Annotated[int, typer.Option(help="Processes, each with its own window.", min=1)] = 1,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try rows again that failed earlier.")] = False,
@@ -148,7 +158,7 @@ def extract(
 ) -> None:
     """Capture the target's hidden states for every row of CORPUS into STORE.
 
-    Example: `eyas extract corpus.parquet store --server http://localhost:30000`
+    Example: `eyas extract corpus store --server http://localhost:30000`
     """
     cfg = eyas.load_config(config, overrides)
     if plan:
@@ -178,12 +188,44 @@ def verify(
 ) -> None:
     """Check a store: structure, checksums, finiteness; identity against the corpus; values against the model.
 
-    Example: `eyas verify store --corpus corpus.parquet --against HuggingFaceTB/SmolLM2-135M-Instruct`
+    Example: `eyas verify store --corpus corpus --against HuggingFaceTB/SmolLM2-135M-Instruct`
     """
     cfg = eyas.load_config(config, overrides)
     report = eyas.verify_store(store, corpus=corpus, against=against, sample=sample, cfg=cfg.extract, console=err)
     _table(report.lines())
     report.check()
+
+
+@corpus_app.command("stats")
+@_reporting
+def corpus_stats(
+    corpora: Annotated[list[Path], typer.Argument(help="Folders of `eyas prepare`, or .parquet files.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Say what corpora hold: lengths, trained share, sources, and how far a draft vocabulary reaches.
+
+    Example: `eyas corpus stats corpus`
+    """
+    found = eyas.corpus_statistics(corpora)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=1, ensure_ascii=False))  # noqa: T201  rich would wrap it
+        return
+    _lines(found.lines())
+
+
+@corpus_app.command("merge")
+@_reporting
+def corpus_merge(
+    corpora: Annotated[list[Path], typer.Argument(help="Folders of `eyas prepare`, or .parquet files.")],
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the joined corpus.")],
+) -> None:
+    """Join corpora of one tokenizer and template, one after another.
+
+    Example: `eyas corpus merge first second --out both`
+    """
+    merged = eyas.merge_corpora(corpora, folder)
+    totals = [("rows", f"{len(merged):,}"), ("tokens", f"{merged.meta.tokens:,}"), ("digest", merged.digest)]
+    _table([*totals, ("next", f"eyas extract {folder} STORE --server URL")])
 
 
 @store_app.command("info")

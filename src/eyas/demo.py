@@ -1,6 +1,6 @@
 """The main job on a small real model, CPU only and without a server.
 
-    prompts -> answers.jsonl (token ids as the target sampled them) -> corpus.parquet -> store -> summary.json
+    prompts -> answers.jsonl (token ids as the target sampled them) -> corpus/ -> store/ -> summary.json
 
 A second run reuses every answer made by the same model with the same settings, and every row that is stored; a killed
 one loses a batch of answers at most.
@@ -21,13 +21,14 @@ from typing import Any, Final, cast
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from eyas.capture.contract import token_hash
 from eyas.config import Config, ExtractConfig, StoreConfig
 from eyas.data.prepare import PrepareReport, prepare
-from eyas.data.rows import Chat, Message, Sampled
+from eyas.data.rows import Chat, Dropped, Message
 from eyas.data.sources import read_chats
 from eyas.data.template import Template
 from eyas.errors import ConfigError
@@ -40,7 +41,7 @@ from eyas.verify import Comparison, verify
 
 PROMPTS: Final = "demo_prompts.jsonl"  # shipped beside this module; sources and licences in NOTICE
 ANSWERS: Final = "answers.jsonl"
-CORPUS: Final = "corpus.parquet"
+CORPUS: Final = "corpus"  # the folder that prepare writes
 STORE: Final = "store"
 SUMMARY: Final = "summary.json"
 BATCH_ROWS: Final = 48
@@ -149,7 +150,7 @@ def run_demo(
     return summary
 
 
-def _say(console: Console, line: str) -> None:
+def _say(console: Console, line: str | Text) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -228,7 +229,7 @@ def make_answers(
 
 
 def make_corpus(out: Path, template: Template, *, console: Console | None = None) -> PrepareReport:
-    """`out/answers.jsonl` -> `out/corpus.parquet`: rows are the prompt's and the answer's ids, nothing re-tokenised."""
+    """`out/answers.jsonl` -> the folder `out/corpus`: rows are the prompt's and the answer's ids as they are."""
     return prepare([out / ANSWERS], template.model, out / CORPUS, console=console, template=template)
 
 
@@ -244,9 +245,8 @@ def read_prompts(path: Path, template: Template) -> list[Prompt]:
     prompts: list[Prompt] = []
     for row in read_chats(path):
         if not isinstance(row, Chat):
-            raise ConfigError(
-                "not a prompt", f"{path}:{row.line}", "a row of token ids" if isinstance(row, Sampled) else row.detail
-            )
+            detail = row.detail if isinstance(row, Dropped) else "it holds token ids or formatted text"
+            raise ConfigError("not a prompt", f"{path}:{row.line}", detail)
         roles = [message["role"] for message in row.messages]
         if "user" not in roles:
             raise ConfigError("not a prompt", f"{path}:{row.line}", "no user turn")

@@ -42,7 +42,7 @@ SETTINGS = ["extract.engine=fake", "store.shard_bytes=2MB", "store.reserve_bytes
 def make_corpus(path: Path, rows: int = 120, seed: int = 1) -> Path:
     """Rows of unequal length, many equal, some duplicates, some of one token."""
     rng = np.random.default_rng(seed)
-    meta = CorpusMeta(model="made-up", tokenizer_hash="0" * 32, template_hash="0" * 32, vocab_size=1000)
+    meta = CorpusMeta(model="made-up", tokenizer_hash="", template_hash="", vocab_size=1000)
     with CorpusWriter(path, meta) as writer:
         previous = np.array([1, 2, 3])
         for row in range(rows):

@@ -51,7 +51,7 @@ class CountingEngine(FakeEngine):
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
     rng = np.random.default_rng(3)
-    meta = CorpusMeta(model="made-up", tokenizer_hash="0" * 32, template_hash="0" * 32, vocab_size=1000)
+    meta = CorpusMeta(model="made-up", tokenizer_hash="", template_hash="", vocab_size=1000)
     with CorpusWriter(tmp_path / "corpus.parquet", meta) as writer:
         for row in range(ROWS):
             tokens = rng.integers(0, 1000, 40)

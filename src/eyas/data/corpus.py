@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -57,6 +57,7 @@ class CorpusMeta:
         model: name or folder of the target, as given.
         tokenizer_hash, template_hash: 32 hex digits each; empty where it is not known.
         vocab_size: of the target; every token id is below it.
+        template_settings: what else the template's hash depends on: arguments of `Template.load`.
         rows, tokens, trained_tokens: totals.
         version: of this file format.
     """
@@ -69,6 +70,7 @@ class CorpusMeta:
     tokens: int = 0
     trained_tokens: int = 0
     version: int = FORMAT_VERSION
+    template_settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

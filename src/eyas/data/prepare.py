@@ -1,239 +1,315 @@
 """`eyas prepare`: chat files -> corpus, every row accounted for.
 
-files -> read_chats -> Template.encode_batch -> fit -> CorpusWriter
-             └ Dropped        └ Rejected         └ Rejected        read = kept + dropped
+Input.rows_raw -> parse -> Template.encode_batch -> fit -> duplicate? -> weight, holdout -> shuffle -> CorpusWriter
+    └──────────── in workers, chunk by chunk ───────┘      └──────────── here, in the order of the inputs ──────────┘
+
+A row that is lost on the way is a `Dropped`: read = kept + dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import math
+import signal
+import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby, islice
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import Any, Self
 
+import numpy as np
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
-from eyas.data.corpus import CorpusMeta, CorpusWriter
-from eyas.data.rows import Chat, Dropped, Sampled
-from eyas.data.sources import read_chats
-from eyas.data.template import Encoded, Rejected, Template, fit
+from eyas.config import PrepareConfig, SourceConfig
+from eyas.data.corpus import CORPUS_FILE, CorpusMeta, CorpusWriter
+from eyas.data.decontaminate import GRAM_WORDS, EvaluationIndex
+from eyas.data.dedupe import Seen
+from eyas.data.encode import EncodeSettings, Kept, Outcome, Prompt
+from eyas.data.outfolder import DROPPED_FILE, HOLDOUT_FILE, PROMPTS_FILE, SUMMARY_FILE, OutFolder
+from eyas.data.pool import chunks_of, encode_chunks
+from eyas.data.progress import Progress
+from eyas.data.report import PrepareReport
+from eyas.data.rows import CHOICES, Dropped, DropReason
+from eyas.data.samples import render_sample
+from eyas.data.shuffle import PlainRow, Shuffle
+from eyas.data.sources import Input, open_sources
+from eyas.data.template import CUT_AT_LIMIT, Encoded, Template
 from eyas.errors import ConfigError
 
-TOO_LONG: Final = ("cut", "drop")
-BATCH_ROWS: Final = 256  # rows tokenised in one call
-EXAMPLES: Final = 3  # dropped rows named for each reason
-PLAIN_EVERY_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A row of the corpus, and where it came from."""
-
-    source: Chat | Sampled
-    row: Encoded
-
-
-@dataclass(slots=True)
-class PrepareReport:
-    """What became of the rows: `read == kept + sum(dropped.values())`.
-
-    Attributes:
-        dropped: reason -> rows.
-        examples: reason -> the first few rows dropped for it, as `file:line: detail`.
-        changed: what was changed in rows that were kept -> rows.
-        tokens, trained_tokens: of the rows kept.
-        digest: of the corpus.
-        seconds: wall time.
-    """
-
-    read: int = 0
-    kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    changed: Counter[str] = field(default_factory=Counter)
-    tokens: int = 0
-    trained_tokens: int = 0
-    digest: str = ""
-    seconds: float = 0.0
-
-    def drop(self, row: Dropped) -> None:
-        """Counts a row that is not kept."""
-        self.dropped[row.reason] += 1
-        if len(examples := self.examples[row.reason]) < EXAMPLES:
-            examples.append(str(row))
-
-    def keep(self, row: Encoded) -> None:
-        """Counts a row that is."""
-        self.kept += 1
-        self.tokens += len(row.tokens)
-        self.trained_tokens += int(row.loss_mask.sum())
-        self.changed.update(row.notes)
-
-    def lines(self) -> list[str]:
-        """The report for a person, one fact a line."""
-        rate = self.read / self.seconds if self.seconds else 0.0
-        text = [
-            f"read {self.read:,} rows, kept {self.kept:,}, dropped {self.dropped.total():,}"
-            f" in {self.seconds:.1f} s ({rate:,.0f} rows/s)",
-            f"{self.tokens:,} tokens, {self.trained_tokens:,} of them trained",
-        ]
-        text += [f"changed {count:,}: {note}" for note, count in self.changed.most_common()]
-        for reason, count in self.dropped.most_common():
-            text.append(f"dropped {count:,}: {reason}")
-            text += [f"  {example}" for example in self.examples[reason]]
-        return text
+_DEFAULTS = PrepareConfig()
 
 
 def prepare(
-    inputs: Sequence[Path],
-    model: str,
+    inputs: Sequence[Path | str | SourceConfig],
+    target: str,
     out: Path,
     *,
-    max_tokens: int | None = None,
-    too_long: str = "cut",
-    trust_remote_code: bool = False,
+    cfg: PrepareConfig = _DEFAULTS,
     show: int = 0,
     console: Console | None = None,
     template: Template | None = None,
 ) -> PrepareReport:
-    """Tokenises the chats of `inputs`, in order, into the corpus `out`, which is replaced as a whole.
+    """Tokenises chats into the folder `out`.
+
+    It gets corpus.parquet; holdout.parquet where `cfg.holdout` asks for it; prompts.jsonl, rows without an answer;
+    dropped.jsonl, every other row that is not in the corpus; summary.json. An earlier run's files are replaced at the
+    end; a run that fails leaves them as they were.
 
     Args:
-        inputs: JSONL files, see `eyas.data.sources`.
-        model: the target, a folder or a Hugging Face id.
-        out: Parquet file to write.
-        max_tokens: rows longer than this are cut there or dropped, as `too_long` says (`cut` or `drop`).
-        trust_remote_code: whether the tokenizer's own code may run.
+        inputs: files, folders, globs or data sets, see `eyas.data.sources`; read in order.
+        target: the model whose tokenizer and chat template are used, a folder or a Hugging Face id.
+        out: folder to write.
+        cfg: settings; its own `target` and `sources` are not read.
         show: so many of the first rows kept are printed, trained tokens marked.
-        console: where progress, samples and the report go; standard error when not given.
-        template: the target's, when it is loaded already.
+        console: where progress and samples go; standard error when not given.
+        template: the target's, with the template settings of `cfg`, when it is loaded already.
 
     Raises:
-        ConfigError: a file or the model cannot be read, a bad option, or no row is left.
-        StoreError: the corpus cannot be written.
+        ConfigError: a file or the model cannot be read; `cfg.strict` and a row cannot be used; or no row is left,
+            where the accounts and the prompts are written all the same.
+        StoreError: the folder cannot be written.
     """
-    if too_long not in TOO_LONG:
-        raise ConfigError("too_long must be cut or drop", too_long)
-    if max_tokens is not None and max_tokens < 2:
-        raise ConfigError("max_tokens must be at least 2", max_tokens)
+    began = time.monotonic()
     console = console or Console(stderr=True)
-    template = template or Template.load(model, trust_remote_code=trust_remote_code)
-    known_as = str(Path(model).resolve()) if Path(model).is_dir() else model  # good from any folder
-    meta = CorpusMeta(known_as, template.tokenizer_hash, template.template_hash, template.vocab_size)
-    report, began = PrepareReport(), time.monotonic()
-    with CorpusWriter(out, meta) as writer, _Ticker(console, report) as ticker:
-        for batch in _batches(_all_rows(inputs)):
-            for row in encode_rows(template, batch, max_tokens, too_long):
-                report.read += 1
-                if isinstance(row, Dropped):
-                    report.drop(row)
-                    continue
-                if report.kept < show:
-                    console.print(render_sample(template, row, colour=_colours(console)), soft_wrap=True)
-                report.keep(row.row)
-                writer.add(row.source.id, row.row.tokens, row.row.loss_mask)
-            ticker.tick()
-        if not report.kept:
-            counts = ", ".join(f"{reason} {count}" for reason, count in report.dropped.most_common()) or "no rows"
-            first = next((f"; the first: {report.examples[r][0]}" for r, _ in report.dropped.most_common(1)), "")
-            where = ", ".join(map(str, inputs))
-            raise ConfigError("empty corpus: no row is left", where, f"read {report.read}; dropped: {counts}{first}")
-    report.digest, report.seconds = writer.digest, time.monotonic() - began
+    opened = open_sources(inputs)
+    if not opened:
+        raise ConfigError("no input", "", "name files of chats, or set prepare.sources")
+    evaluations = EvaluationIndex.read(cfg.decontaminate) if cfg.decontaminate else None
+    settings = EncodeSettings(target, cfg, evaluations)
+    folder = OutFolder(out, (one.path for one in opened))
+    template = template or settings.load_template()
+    known_as = str(Path(target).resolve()) if Path(target).is_dir() else target  # good from any folder
+    meta = CorpusMeta(
+        known_as,
+        template.tokenizer_hash,
+        template.template_hash,
+        template.vocab_size,
+        template_settings={"options": cfg.template_options, "rewritten_turns": cfg.rewritten_turns},
+    )
+    report = PrepareReport(out, known_as, template.tokenizer_hash, template.template_hash)
+    with _terminated_as_interrupted(), folder, Progress(console, report, opened) as progress:
+        try:
+            _fill(folder, report, opened, settings, template, meta, progress, show)
+            report.seconds = time.monotonic() - began
+            text = json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n"
+            (folder.work / SUMMARY_FILE).write_text(text, encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise folder.failed(error) from error
+        folder.publish(keep=() if report.rows else (CORPUS_FILE, HOLDOUT_FILE))
+    if not report.rows:
+        raise _nothing_left(report, opened)
     return report
 
 
-def encode_rows(
+def _fill(
+    folder: OutFolder,
+    report: PrepareReport,
+    inputs: Sequence[Input],
+    settings: EncodeSettings,
     template: Template,
-    rows: Sequence[Chat | Sampled | Dropped],
-    max_tokens: int | None = None,
-    too_long: str = "cut",
-) -> Iterator[Kept | Dropped]:
-    """Each row with its tokens, or the reason why it has none, in order."""
-    results = iter(template.encode_batch([row for row in rows if not isinstance(row, Dropped)]))
-    for row in rows:
-        if isinstance(row, Dropped):
-            yield row
-            continue
-        found = next(results)
-        for result in (found,) if isinstance(found, Rejected) else found:
-            fitted = fit(result, max_tokens, too_long) if isinstance(result, Encoded) else result
-            if isinstance(fitted, Rejected):
-                yield Dropped(fitted.reason, row.file, row.line, fitted.detail)
-            else:
-                yield Kept(row, fitted)
+    meta: CorpusMeta,
+    progress: Progress,
+    show: int,
+) -> None:
+    chunks = encode_chunks(chunks_of(inputs), settings, template, settings.cfg.workers)
+    with contextlib.closing(chunks), _Books(folder.work, report, inputs, settings, meta) as books:
+        for chunk, encoded in chunks:
+            for number, (outcome, rows) in zip(chunk.inputs, encoded.rows(), strict=True):
+                taken = books.take(number, outcome, rows)
+                if isinstance(outcome, Kept) and taken and report.kept <= show:
+                    progress.print(render_sample(template, outcome, rows, progress.console))
+            progress.advance(chunk.inputs[-1], chunk.raws[-1])
+        progress.say("writing the corpus")
+        books.close()
 
 
-# --- samples for people -----------------------------------------------------------------------------------------------
+class _Books:
+    """Takes rows in the order of the inputs and decides where each goes; the files are those of `folder`."""
 
+    def __init__(
+        self,
+        folder: Path,
+        report: PrepareReport,
+        inputs: Sequence[Input],
+        settings: EncodeSettings,
+        meta: CorpusMeta,
+    ) -> None:
+        self._folder, self._report, self._inputs, self._settings = folder, report, inputs, settings
+        self._cfg = settings.cfg
+        self._corpus = CorpusWriter(folder / CORPUS_FILE, meta)
+        self._holdout = CorpusWriter(folder / HOLDOUT_FILE, meta) if self._cfg.holdout else None
+        self._shuffle = Shuffle(folder / "shuffle", self._cfg.seed) if self._cfg.shuffle else None
+        self._seen = Seen()
+        self._read = Counter[int]()  # by number of the input
+        self._copies, self._left_out = Counter[str](), Counter[str]()
+        self._files = contextlib.ExitStack()
 
-def render_sample(template: Template, kept: Kept, *, colour: bool) -> Text:
-    """A row's text as the target sees it: trained tokens in colour, or between ⟦ and ⟧ where there is none."""
-    source, row = kept.source, kept.row
-    trained = int(row.loss_mask.sum())
-    text = Text()
-    place = f"{source.file}:{source.line}"
-    text.append(f"── {source.id}  {len(row.tokens)} tokens, {trained} trained  ({place})\n", "dim")
-    for mask, run in groupby(zip(row.loss_mask, row.tokens, strict=True), key=lambda pair: pair[0]):
-        part = _visible(template.decode([token for _, token in run]))
-        if not mask:
-            text.append(part, "none")
-        else:
-            text.append(part if colour else f"⟦{part}⟧", "bold green" if colour else "none")
-    return text
-
-
-def _visible(text: str) -> str:
-    """Control and direction characters escaped: a sample must not drive the terminal it is shown on."""
-    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
-
-
-def _colours(console: Console) -> bool:
-    return console.is_terminal and not console.no_color
-
-
-# --- progress ---------------------------------------------------------------------------------------------------------
-
-
-def _all_rows(inputs: Iterable[Path]) -> Iterator[Chat | Sampled | Dropped]:
-    for path in inputs:
-        yield from read_chats(path)
-
-
-def _batches(rows: Iterator[Chat | Sampled | Dropped]) -> Iterator[list[Chat | Sampled | Dropped]]:
-    while batch := list(islice(rows, BATCH_ROWS)):
-        yield batch
-
-
-class _Ticker:
-    """Shows how far the report has come: a live line on a terminal, a plain line now and then elsewhere."""
-
-    def __init__(self, console: Console, report: PrepareReport) -> None:
-        self._console, self._report = console, report
-        self._began = self._said = time.monotonic()
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._live = Progress(*columns, console=console, transient=True) if console.is_terminal else None
-
-    def __enter__(self) -> _Ticker:
-        if self._live:
-            self._live.start()
-            self._task = self._live.add_task("prepare")
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as files:
+            self._prompts = files.enter_context((self._folder / PROMPTS_FILE).open("wb"))
+            self._dropped = files.enter_context((self._folder / DROPPED_FILE).open("w", encoding="utf-8", newline="\n"))
+            for one in (self._corpus, self._holdout, self._shuffle):
+                if one is not None:
+                    files.enter_context(one)
+            self._files = files.pop_all()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        if self._live:
-            self._live.stop()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.__exit__(kind, error, trace)
 
-    def tick(self) -> None:
-        now, report = time.monotonic(), self._report
-        rate = report.read / max(now - self._began, 1e-9)
-        line = f"prepare: {report.read:,} rows, {report.kept:,} kept, {report.tokens:,} tokens, {rate:,.0f} rows/s"
-        if self._live:
-            self._live.update(self._task, description=line)
-        elif now - self._said >= PLAIN_EVERY_S:
-            self._console.print(line, highlight=False, soft_wrap=True)
-            self._said = now
+    def take(self, number: int, outcome: Outcome, rows: list[Encoded]) -> bool:
+        """One row of input `number`, and what it becomes; whether it is kept.
+
+        Raises:
+            ConfigError: it cannot be used, and `strict` asks to stop there.
+        """
+        self._read[number] += 1
+        match outcome:
+            case Kept():
+                if self._is_duplicate(outcome.key, answered=True):
+                    self._drop(self._duplicate(outcome.file, outcome.line, outcome.source))
+                    return False
+                self._keep(outcome, rows, self._inputs[number].weight)
+                return True
+            case Prompt(dropped=dropped):
+                if self._is_duplicate(outcome.key, answered=False):
+                    self._drop(self._duplicate(dropped.file, dropped.line, dropped.source))
+                    return False
+                self._prompts.write(outcome.text)
+                self._report.prompts += 1
+                self._report.drop(dropped)
+            case Dropped():
+                self._drop(outcome)
+        return False
+
+    def close(self) -> None:
+        """After the last row: what waits for its place is written, and the report told what was done."""
+        if self._shuffle is not None:
+            for row in self._shuffle.rows():
+                self._corpus.add(row.id, row.tokens, row.loss_mask, row.source)
+        self._report.digest = self._corpus.digest if self._report.rows else ""
+        self._report.filters = self._filters()
+        self._files.close()
+        for writer in (self._corpus, self._holdout):
+            if writer is not None and not writer.meta.rows:
+                writer.path.unlink()
+
+    def _keep(self, outcome: Kept, rows: list[Encoded], weight: float) -> None:
+        copies = self._copies_of(outcome.source, weight)
+        self._report.keep(outcome.source, outcome.notes)
+        if self._holdout is not None and _unit(self._cfg.seed, outcome.prompt_key) < self._cfg.holdout:
+            for row in rows:
+                self._holdout.add(outcome.id, row.tokens, row.loss_mask, outcome.source)
+            return
+        if copies == 0:
+            self._left_out[outcome.source] += 1
+        elif copies > 1:
+            self._copies[outcome.source] += copies - 1
+        for row in rows * copies:
+            self._report.add(outcome.source, len(row.tokens), int(np.count_nonzero(row.loss_mask)))
+            if self._shuffle is not None:
+                self._shuffle.add(PlainRow(outcome.id, outcome.source, row.tokens, row.loss_mask))
+            else:
+                self._corpus.add(outcome.id, row.tokens, row.loss_mask, outcome.source)
+
+    def _copies_of(self, source: str, weight: float) -> int:
+        """How often a row is seen: `weight` on average, the same for this row of its source in every run."""
+        whole = math.floor(weight)
+        part = weight - whole
+        row = b"%d %s" % (self._report.by_source[source].read, source.encode())
+        return whole + (1 if part and _unit(self._cfg.seed, row) < part else 0)
+
+    def _is_duplicate(self, key: bytes, *, answered: bool) -> bool:
+        return self._cfg.dedupe != "off" and not self._seen.is_new(key, answered=answered)
+
+    def _duplicate(self, file: str, line: int, source: str) -> Dropped:
+        what = "the same user turns" if self._cfg.dedupe == "prompt" else "the same conversation"
+        return Dropped(DropReason.DUPLICATE, file, line, f"an earlier row has {what}", source)
+
+    def _drop(self, row: Dropped) -> None:
+        if self._cfg.strict and row.reason not in CHOICES:
+            hint = f"{row.reason}{f': {row.detail}' if row.detail else ''}; without strict it is dropped and counted"
+            raise ConfigError("a row cannot be used", f"{row.file}:{row.line}", hint)
+        self._report.drop(row)
+        fields = {"reason": row.reason, "file": row.file, "line": row.line, "detail": row.detail, "source": row.source}
+        json.dump(fields, self._dropped, ensure_ascii=True)
+        self._dropped.write("\n")
+
+    def _filters(self) -> dict[str, dict[str, Any]]:
+        """What the settings asked for, and what it did."""
+        cfg, dropped, found = self._cfg, self._report.dropped, dict[str, dict[str, Any]]()
+        capped = {one.path: one.max_rows for i, one in enumerate(self._inputs) if one.max_rows == self._read[i]}
+        if capped:
+            found["max_rows"] = {"reached": capped}
+        if cfg.max_tokens:
+            found["max_tokens"] = {
+                "limit": cfg.max_tokens,
+                "cut": self._report.changed[CUT_AT_LIMIT],
+                "dropped": dropped[DropReason.TOO_LONG],
+            }
+        if cfg.dedupe != "off":
+            found["dedupe"] = {"by": cfg.dedupe, "dropped": dropped[DropReason.DUPLICATE]}
+        if (evaluations := self._settings.evaluations) is not None:
+            found["decontaminate"] = {
+                "sets": list(cfg.decontaminate),
+                "rows": len(evaluations.origins),
+                "unread": evaluations.unread,
+                "words": GRAM_WORDS,
+                "dropped": dropped[DropReason.CONTAMINATED],
+            }
+        if weights := {one.source: one.weight for one in self._inputs if one.weight != 1}:
+            found["weights"] = {
+                label: {"weight": weight, "left_out": self._left_out[label], "copies": self._copies[label]}
+                for label, weight in weights.items()
+            }
+        if cfg.shuffle:
+            found["shuffle"] = {"seed": cfg.seed}
+        if self._holdout is not None:
+            meta = self._holdout.meta
+            totals = {"rows": meta.rows, "tokens": meta.tokens, "trained_tokens": meta.trained_tokens}
+            found["holdout"] = {"share": cfg.holdout, "seed": cfg.seed, **totals, "digest": self._holdout.digest}
+        return found
+
+
+def _unit(seed: int, name: bytes) -> float:
+    """A number in [0, 1) that a seed gives a name."""
+    digest = hashlib.blake2b(b"%d " % seed + name, digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / (1 << 53)
+
+
+def _nothing_left(report: PrepareReport, inputs: Sequence[Input]) -> ConfigError:
+    """Why a run made no corpus, and what to do about it."""
+    where = ", ".join(one.path for one in inputs[:3]) + (f" and {len(inputs) - 3} more" if len(inputs) > 3 else "")
+    answer = f"eyas regenerate {report.out / PROMPTS_FILE} has the target answer them"
+    if not report.read:
+        return ConfigError("empty corpus: the input holds no rows", where)
+    if report.kept:
+        return ConfigError("empty corpus: weights and holdout left no row", where, f"{report.kept:,} rows were kept")
+    if report.prompts == report.read:
+        what = f"empty corpus: all {report.read:,} rows are prompts without an answer"
+        return ConfigError(what, where, answer)
+    counts = ", ".join(f"{reason} {count:,}" for reason, count in report.dropped.most_common())
+    reason = next((reason for reason, _ in report.dropped.most_common() if reason != DropReason.PROMPT_ONLY), None)
+    first = f"; the first {reason}: {next(iter(report.examples[reason].values())).first}" if reason else ""
+    prompts = f"; {answer}" if report.prompts else ""
+    what = "empty corpus: no usable row is left"
+    return ConfigError(what, where, f"read {report.read:,}, dropped {counts}{first}{prompts}")
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does: what was half made is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)

@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eyas.extract.fake import FakeEngine
     from eyas.extract.hf import HFEngine
+    from eyas.extract.identity import check_tokenizer
     from eyas.extract.sglang import SGLangEngine
     from eyas.extract.target import Target
 
-_HOME = {"FakeEngine": "fake", "HFEngine": "hf", "SGLangEngine": "sglang", "Target": "target"}
+_HOME = {
+    "FakeEngine": "fake",
+    "HFEngine": "hf",
+    "SGLangEngine": "sglang",
+    "Target": "target",
+    "check_tokenizer": "identity",
+}
 
-__all__ = ["FakeEngine", "HFEngine", "SGLangEngine", "Target"]
+__all__ = ["FakeEngine", "HFEngine", "SGLangEngine", "Target", "check_tokenizer"]
 
 
 def __getattr__(name: str) -> Any:

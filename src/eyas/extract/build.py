@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import socket
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ class Job:
         model: the target's folder or hub id.
         url: the server, for the sglang engine.
         session: see `RequestId`.
+        tokenizer: what is known of the target's, for the store's provenance.
     """
 
     corpus: Path
@@ -43,6 +44,7 @@ class Job:
     url: str | None
     cfg: Config
     session: str
+    tokenizer: str = ""
 
     @property
     def engine(self) -> str:
@@ -75,6 +77,19 @@ def _short(number: int) -> str:
         number, digit = divmod(number, len(_ALPHABET))
         digits.append(_ALPHABET[digit])
     return "".join(digits)
+
+
+def check_corpus(job: Job, corpus: Corpus) -> tuple[Job, str]:
+    """The job, knowing whether the corpus was made with its target's tokenizer; and a warning, or nothing.
+
+    Raises:
+        ConfigError: it was made with another one.
+    """
+    if job.engine == "fake":
+        return job, ""
+    trusted = job.cfg.extract.trust_remote_code
+    known, warning = adapters.check_tokenizer(corpus, job.model, trust_remote_code=trusted)
+    return replace(job, tokenizer=known), warning
 
 
 def make_engine(job: Job, share: int = 1) -> Engine:
@@ -147,7 +162,7 @@ def open_store(job: Job, corpus: Corpus, info: EngineInfo, *, dry: bool = False)
         tokens_N=corpus.n_tokens,
         positions_N=kept_counts(corpus.n_tokens, corpus.n_positions, info.spec.last),
         shard_bytes=job.cfg.store.shard_bytes,
-        provenance=dict(info.provenance),
+        provenance=dict(info.provenance) | ({"tokenizer": job.tokenizer} if job.tokenizer else {}),
         dry=dry,
     )
 

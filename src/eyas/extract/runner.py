@@ -20,7 +20,7 @@ from eyas.config import Config
 from eyas.data.corpus import Corpus
 from eyas.errors import EngineError, EyasError, Interrupted, StoreError
 from eyas.events import EventLog
-from eyas.extract.build import Job, log_path, make_engine, new_session, open_store, static_info
+from eyas.extract.build import Job, check_corpus, log_path, make_engine, new_session, open_store, static_info
 from eyas.extract.engine import EngineInfo
 from eyas.extract.forecast import Forecast, forecast
 from eyas.extract.progress import RunView, Snapshot, human_bytes
@@ -131,7 +131,7 @@ def extract(
     """Capture the hidden states of every row of a corpus into a store; resumes what is there.
 
     Args:
-        corpus: the Parquet file that `prepare` wrote.
+        corpus: the folder that `prepare` wrote, or the Parquet file in it.
         store: the store's folder; made when absent.
         cfg: settings.
         model: the target, a folder or hub id; default: the one the corpus was made for.
@@ -147,6 +147,10 @@ def extract(
     with StopSignals() as signals:
         opened = Corpus.open(corpus)
         job = Job(corpus, store, model or opened.meta.model, server, cfg or Config(), new_session())
+        console = console or Console(stderr=True)
+        job, warning = check_corpus(job, opened)
+        if warning:
+            console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
         info = asyncio.run(_prove(job))
         planned = plan_of(job, opened, info, open_store(job, opened, info, dry=True))
         planned.check(store)
@@ -156,7 +160,7 @@ def extract(
                 writer.reopen_failed(shard)
         summary = Summary(len(opened), planned.tokens, planned)
         try:
-            _run(job, info, workers, summary, writer, opened, signals, console or Console(stderr=True))
+            _run(job, info, workers, summary, writer, opened, signals, console)
         except (EngineError, StoreError) as error:
             stored = f"{summary.rows_done:,} of {summary.rows:,} rows are stored and the same command resumes"
             error.hint = f"{error.hint}; {stored}" if error.hint else stored
@@ -235,6 +239,7 @@ def plan(
     """What `extract` would need; writes nothing. Raises as `extract` does when the engine or store cannot be had."""
     opened = Corpus.open(corpus)
     job = Job(corpus, store, model or opened.meta.model, server, cfg or Config(), new_session())
+    job, _ = check_corpus(job, opened)
     with StopSignals():
         info = asyncio.run(_prove(job))
     return plan_of(job, opened, info, open_store(job, opened, info, dry=True))

@@ -1,0 +1,262 @@
+"""Chunks of rows through worker processes, in order: what comes out never depends on how many there are.
+
+A small input is encoded in this process: a worker takes seconds to import a tokenizer library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any, Final, cast
+
+from eyas.data.encode import ChunkEncoder, EncodedChunk, EncodeSettings, same_template
+from eyas.data.sources import Input, Raw
+from eyas.data.template import Template
+from eyas.errors import EyasError
+
+#: A chunk is closed at the first of these: what one call of the tokenizer takes, and what one process holds.
+CHUNK_ROWS: Final = 512
+CHUNK_BYTES: Final = 1 << 20
+#: Input of at most so many bytes is encoded in this process.
+SMALL_BYTES: Final = 8 << 20
+#: Each worker is a process of its own that holds a tokenizer; one reader and writer feeds them all.
+MOST_WORKERS: Final = 16
+_AHEAD: Final = 4  # chunks read and not yet passed on, for each worker
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Rows as they were read, and the number of the input that each came from."""
+
+    raws: list[Raw] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    bytes: int = 0
+
+
+def chunks_of(inputs: Iterable[Input]) -> Iterator[Chunk]:
+    """All rows of all inputs, in order. Raises as `Input.rows_raw`."""
+    chunk = Chunk()
+    for number, one in enumerate(inputs):
+        for raw in one.rows_raw():
+            chunk.raws.append(raw)
+            chunk.inputs.append(number)
+            chunk.bytes += _size(raw.payload)
+            if chunk.bytes >= CHUNK_BYTES or len(chunk.raws) >= CHUNK_ROWS:
+                yield chunk
+                chunk = Chunk()
+    if chunk.raws:
+        yield chunk
+
+
+def encode_chunks(
+    chunks: Iterator[Chunk],
+    settings: EncodeSettings,
+    template: Template,
+    workers: int | None,
+    small_bytes: int = SMALL_BYTES,
+) -> Generator[tuple[Chunk, EncodedChunk], None, None]:
+    """Each chunk with what became of its rows, in order; a bounded number of chunks is in memory.
+
+    Args:
+        chunks: read as they are needed.
+        settings: for every process.
+        template: for this process.
+        workers: processes; one works in this one; None is one a core.
+        small_bytes: input of at most so many bytes is encoded in this process.
+
+    Raises:
+        EyasError: a worker died.
+    """
+    workers = workers or min(cores(), MOST_WORKERS)
+    first: list[Chunk] = []
+    if workers > 1:
+        first = list(_until_large(chunks, small_bytes))
+    if sum(chunk.bytes for chunk in first) <= small_bytes:
+        encoder = ChunkEncoder(settings, template)
+        for chunk in itertools.chain(first, chunks):
+            yield chunk, encoder.encode(chunk.raws)
+        return
+    hashes = template.tokenizer_hash, template.template_hash
+    yield from _in_processes(itertools.chain(_drained(first), chunks), settings, hashes, workers)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _until_large(chunks: Iterator[Chunk], small_bytes: int) -> Iterator[Chunk]:
+    total = 0
+    while total <= small_bytes and (chunk := next(chunks, None)) is not None:
+        total += chunk.bytes
+        yield chunk
+
+
+def _drained(chunks: list[Chunk]) -> Iterator[Chunk]:
+    """Lets go of each chunk as it is taken."""
+    waiting = deque(chunks)
+    chunks.clear()
+    while waiting:
+        yield waiting.popleft()
+
+
+def _in_processes(
+    chunks: Iterator[Chunk], settings: EncodeSettings, hashes: tuple[str, str], workers: int
+) -> Generator[tuple[Chunk, EncodedChunk], None, None]:
+    waiting: deque[Chunk] = deque()
+    results: dict[int, EncodedChunk] = {}
+    team: list[_Worker] = []
+    given = taken = 0
+    try:
+        with _interrupts_held():
+            team += [_Worker(settings, hashes) for _ in range(workers)]
+        while True:
+            while len(waiting) < workers * _AHEAD and (worker := _least_busy(team)) is not None:
+                if (chunk := next(chunks, None)) is None:
+                    break
+                waiting.append(chunk)
+                worker.give(given, chunk.raws)
+                given += 1
+            if not waiting:
+                break
+            if taken not in results:
+                results.update(_collect(team))
+                continue
+            yield waiting.popleft(), results.pop(taken)
+            taken += 1
+    finally:
+        for worker in team:
+            worker.end()
+
+
+def _least_busy(team: Sequence[_Worker]) -> _Worker | None:
+    """Who gets the next chunk: one to work on and one to go on with are enough."""
+    least = min(team, key=lambda worker: len(worker.doing))
+    return least if len(least.doing) < 2 else None
+
+
+def _collect(team: Sequence[_Worker]) -> Iterator[tuple[int, EncodedChunk]]:
+    """What is ready, of at least one worker."""
+    busy = {worker.connection: worker for worker in team if worker.doing}
+    for connection in wait(list(busy)):
+        yield busy[cast(Connection, connection)].take()
+
+
+class _Worker:
+    """A process, seen from its parent. The pipe is theirs alone: either end is told when the other one dies."""
+
+    def __init__(self, settings: EncodeSettings, hashes: tuple[str, str]) -> None:
+        context = multiprocessing.get_context("spawn")  # threads of tokenizers and OpenMP do not survive a fork
+        self.connection, theirs = context.Pipe()
+        self.doing: deque[int] = deque()
+        self._process = context.Process(target=_work, args=(theirs, settings, hashes), daemon=True)
+        try:
+            self._process.start()
+        finally:
+            theirs.close()
+
+    def give(self, number: int, raws: list[Raw]) -> None:
+        """Sends it a chunk; results come in the same order."""
+        self.doing.append(number)
+        try:
+            self.connection.send(raws)
+        except OSError as error:
+            raise self._died() from error
+
+    def take(self) -> tuple[int, EncodedChunk]:
+        """Its next result; waits for it."""
+        try:
+            result = self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        if isinstance(result, BaseException):
+            raise result
+        return self.doing.popleft(), result
+
+    def end(self) -> None:
+        """It holds nothing that would be lost."""
+        self.connection.close()
+        self._process.terminate()
+        self._process.join()
+
+    def _died(self) -> EyasError:
+        self._process.join(1)
+        hint = "perhaps memory ran out: try fewer with prepare.workers; a script calls it under __name__ == '__main__'"
+        return EyasError("a worker process died", f"process {self._process.pid}, exit {self._process.exitcode}", hint)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits, as a process that is half started would complain; processes started within never see it at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    resource_tracker.ensure_running()  # lifts the mask where it starts late
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if came:
+        raise KeyboardInterrupt
+
+
+# --- in a worker ------------------------------------------------------------------------------------------------------
+
+
+def _work(connection: Connection, settings: EncodeSettings, hashes: tuple[str, str]) -> None:
+    """A worker's life: chunks in, results out, until the parent closes its end."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough
+    chunks: queue.SimpleQueue[list[Raw]] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, chunks), daemon=True).start()
+    try:
+        template = settings.load_template()
+        same_template(template, hashes)
+        encoder = ChunkEncoder(settings, template)
+        while True:
+            connection.send(encoder.encode(chunks.get()))
+    except OSError:
+        return  # the parent is gone
+    except Exception as error:  # noqa: BLE001  raised in the parent
+        if not isinstance(error, EyasError):
+            error.add_note(traceback.format_exc())
+        connection.send(error)
+
+
+def _receive(connection: Connection, chunks: queue.SimpleQueue[list[Raw]]) -> None:
+    """Takes chunks as they come, so that the parent never waits while this process does."""
+    try:
+        while True:
+            chunks.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(0)  # the parent has closed its end, or died
+
+
+def _size(payload: Any) -> int:
+    """About how many bytes of text a row holds."""
+    match payload:
+        case bytes() | str():
+            return len(payload)
+        case dict():
+            return sum(map(_size, payload.values()))
+        case list() | tuple():
+            return sum(map(_size, payload))
+        case _:
+            return 8
