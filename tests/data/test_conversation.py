@@ -44,6 +44,7 @@ def shape_of(script: Script) -> str:
         ("uu", "uAuA"),  # a list of prompts
         ("suuu", "suAuAuA"),
         ("uua", "uuA"),  # two user turns in a chat stay as they are
+        ("aus", "usA"),  # whatever follows it, a user turn is answered
         ("uaa", "uA"),  # one turn in two parts
         ("aua", "uA"),  # nothing asked for the greeting
         ("saua", "suA"),

@@ -99,22 +99,24 @@ def script_of(chat: Chat, system: str | None = None) -> Script | str:
 def _steps(messages: Sequence[Message]) -> Iterator[Message | None]:
     every = not any(message["role"] == "assistant" for message in messages)
     asked = False  # a user turn has been seen
-    last = ""
+    open_ = False  # something waits for an answer
     for is_assistant, run in groupby(messages, lambda message: message["role"] == "assistant"):
         turn = list(run)
-        if is_assistant and any(message.get("tool_calls") for message in turn):
-            yield from turn
-        elif is_assistant and asked:
-            yield ANSWER
-        elif is_assistant:
+        if is_assistant:
+            if any(message.get("tool_calls") for message in turn):
+                yield from turn
+            elif asked:
+                yield ANSWER
+            open_ = False
             continue
-        for message in () if is_assistant else turn:
+        for message in turn:
             yield message
             asked |= message["role"] == "user"
+            open_ |= message["role"] in ("user", "tool")
             if every and message["role"] == "user":
                 yield ANSWER
-        last = turn[-1]["role"]
-    if last in ("user", "tool") and asked and not every:
+                open_ = False
+    if open_ and asked:
         yield ANSWER
 
 
