@@ -3,7 +3,8 @@
 # ruff: noqa: RUF001 (DeepSeek's control tokens hold fullwidth bars)
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +20,49 @@ DEEPSEEK_TOKENS = (
     "tool▁output▁end",
 )
 
-Make = Callable[..., Template]
-
 
 def smollm2(folder: Path, **options: Any) -> Template:
-    return Template.load(str(folder), **options)
+    return _loaded("smollm2", folder, options)
 
 
 def qwen3(folder: Path, **options: Any) -> Template:
-    return Template.load(str(folder), **options)
+    return _loaded("qwen3", folder, options)
 
 
 def llama_style(folder: Path, **options: Any) -> Template:
     """Over SmolLM2's tokenizer."""
-    tokens = [f"<|{name}|>" for name in LLAMA_TOKENS]
-    return _written(folder, "llama_style", tokens, tokens[0], ["<|eot_id|>", "<|eom_id|>"], **options)
+    return _loaded("llama_style", folder, options)
 
 
 def deepseek_style(folder: Path, **options: Any) -> Template:
     """Over Qwen3's tokenizer."""
-    tokens = [f"<｜{name}｜>" for name in DEEPSEEK_TOKENS]
-    return _written(folder, "deepseek_style", tokens, tokens[0], [tokens[1]], **options)
+    return _loaded("deepseek_style", folder, options)
 
 
-def _written(folder: Path, name: str, tokens: list[str], bos: str, ends: list[str], **options: Any) -> Template:
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    tokenizer.add_tokens(tokens, special_tokens=True)
-    tokenizer.bos_token, tokenizer.eos_token = bos, ends[0]
+def _loaded(name: str, folder: Path, options: dict[str, Any]) -> Template:
+    return _template(name, str(folder), json.dumps(options, sort_keys=True))
+
+
+@cache
+def _template(name: str, folder: str, options: str) -> Template:
+    match name:
+        case "llama_style":
+            tokens = [f"<|{part}|>" for part in LLAMA_TOKENS]
+            tokenizer = _written(name, folder, tuple(tokens))
+            ends = ["<|eot_id|>", "<|eom_id|>"]
+        case "deepseek_style":
+            tokens = [f"<｜{part}｜>" for part in DEEPSEEK_TOKENS]
+            tokenizer = _written(name, folder, tuple(tokens))
+            ends = [tokens[1]]
+        case _:
+            return Template.load(folder, **json.loads(options))
+    return Template(tokenizer, name, end_ids=tokenizer.convert_tokens_to_ids(ends), **json.loads(options))
+
+
+@cache
+def _written(name: str, folder: str, tokens: tuple[str, ...]) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(list(tokens), special_tokens=True)
+    tokenizer.bos_token, tokenizer.eos_token = tokens[0], tokens[3] if name == "llama_style" else tokens[1]
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-    return Template(tokenizer, name, end_ids=tokenizer.convert_tokens_to_ids(ends), **options)
+    return tokenizer

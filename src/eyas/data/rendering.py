@@ -14,11 +14,13 @@ from datetime import UTC, datetime
 from itertools import takewhile
 from typing import Any, Final, cast
 
+from jinja2 import Template as JinjaTemplate
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from transformers import PreTrainedTokenizerBase
 
 from eyas.data.rows import Message, Tool
@@ -76,7 +78,7 @@ class Renderer:
             )
             self._environment = _Environment()
             fields = _names_read(self._environment, "".join(dict.fromkeys(self.sources)))
-            self._compiled = None if own else [self._environment.from_string(source) for source in self.sources]
+            self._compiled = None if own else [self._compile(source) for source in self.sources]
         except (TemplateError, ValueError) as error:
             raise ConfigError("the chat template cannot be used", model, str(error)) from error
         self.reasoning_field = next((name for name in REASONING_FIELDS if name in fields), None)
@@ -115,6 +117,11 @@ class Renderer:
         start, _ = self._marks
         marked = self._render_marked(messages, tools)
         return marked[: marked.rindex(start)].replace(start, "").replace(self._marks[1], "")
+
+    def _compile(self, source: str) -> JinjaTemplate:
+        template = self._environment.from_string(source)
+        template.globals = dict(template.globals)  # a chain of maps is copied slowly, and that at every rendering
+        return template
 
     def _render_marked(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
         """The text with marks around what `{% generation %}` encloses."""
@@ -168,6 +175,7 @@ _STR_METHODS: Final = frozenset(
     ("startswith", "endswith", "strip", "lstrip", "rstrip", "split", "splitlines", "replace", "find", "lower", "upper")
 )
 _LOOP_NAMES: Final = frozenset(("index", "index0", "first", "last", "length", "revindex", "previtem", "nextitem"))
+_UNSET: Final = object()
 _STR_METHOD_TYPE: Final = type("".strip)
 
 
@@ -195,8 +203,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif kind is str:
             if attribute in _STR_METHODS:
                 return getattr(obj, attribute)
-        elif kind is LoopContext and attribute in _LOOP_NAMES:
-            return getattr(obj, attribute)
+        elif kind is LoopContext:
+            if attribute in _LOOP_NAMES:
+                return getattr(obj, attribute)
+        elif kind is Namespace and attribute[:1] != "_":
+            value = getattr(obj, attribute, _UNSET)
+            return self.undefined(obj=obj, name=attribute) if value is _UNSET else value
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _ANCHOR: Final = "\n"
+_CACHED_WORDS: Final = 1 << 17  # the default, 10,000, is fewer than the words of a corpus; about 20 MB
 
 
 class Tokenize:
@@ -24,6 +25,8 @@ class Tokenize:
         methods = ("__call__", "_encode_plus")
         plain = all(getattr(type(tokenizer), m, 1) is getattr(PreTrainedTokenizerFast, m, 2) for m in methods)
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None) if plain else None
+        if resize := getattr(getattr(self._backend, "model", None), "_resize_cache", None):
+            resize(_CACHED_WORDS)
         anchor, alone, both = self._ids([_ANCHOR, "Hi", _ANCHOR + "Hi"])
         # SentencePiece puts a space before a text: not before one that goes on another.
         self._anchor = anchor if both != anchor + alone and both[: len(anchor)] == anchor else None
@@ -55,9 +58,8 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """32 hex digits of what decides the ids: the whole fast tokenizer, or the vocabulary of a slow one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        content = json.loads(backend.to_str())
-        for state in ("truncation", "padding"):  # set by callers, not part of the tokenizer
-            content.pop(state, None)
+        text = cast(str, backend.to_str())
+        content = text[text.find('"added_tokens":') :]  # before it: truncation and padding, which callers set
     else:
         added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
         content = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]), added]
