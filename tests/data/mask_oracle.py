@@ -123,7 +123,7 @@ class Oracle:
         shown = {key: value for key, value in message.items() if value is not None and key != "finish_reason"}
         shown["content"] = shown.get("content", "")
         opens, tags = shown["content"].lstrip().startswith("<think>"), re.findall("</?think>", shown["content"])
-        if opens and tags == ["<think>", "</think>"] and not shown.get("reasoning_content"):
+        if opens and tags == ["<think>", "</think>"] and not shown.get("reasoning_content", "").strip():
             shown.pop("reasoning_content", None)  # the thought is in the content, where the template finds it too
         if self.null_content and shown.get("tool_calls"):
             calls = json.loads(json.dumps(shown["tool_calls"]))

@@ -281,6 +281,7 @@ def test_a_server_stops_at_a_planted_end_token(smol: Template) -> None:
 
 def test_an_empty_thought_and_nothing_else_is_blank(qwen: Template, smol: Template) -> None:
     assert reason(qwen, user("a"), says(EMPTY)) is DropReason.EMPTY_ANSWER
+    assert reason(qwen, user("a"), says(EMPTY, reasoning_content=" \t\n")) is DropReason.EMPTY_ANSWER
     assert spans(qwen, row(qwen, user("a"), says("b"), user("c"), says(EMPTY))) == [f"{EMPTY}b<|im_end|>"]
     assert spans(smol, row(smol, user("a"), says(EMPTY))) == [f"{EMPTY}<|im_end|>"]  # to this one it is just text
 

@@ -37,7 +37,7 @@ def readable(message: Message, reasoning_field: str | None) -> Message:
     if reasoning_field is None or message["role"] != "assistant":
         return kept
     thought = kept.pop("reasoning_content", None)
-    if thinks and not thought and (inline := _THOUGHT.fullmatch(kept["content"])):
+    if thinks and not (thought or "").strip() and (inline := _THOUGHT.fullmatch(kept["content"])):
         thought, kept["content"] = inline[1].strip("\n"), inline[2].lstrip("\n")
     if thought is not None:
         kept[reasoning_field] = thought
