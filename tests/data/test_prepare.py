@@ -389,7 +389,9 @@ def test_a_stopped_run_leaves_the_old_files_and_no_processes(
     )  # fmt: skip
     children: list[int] = []
     deadline = time.monotonic() + 60
-    while len(children) < 3 and time.monotonic() < deadline:  # the workers, and the tracker of their semaphores
+    work = run.out / ".prepare"
+    # Children are the workers, and the tracker of semaphores.
+    while (len(children) < 3 or not work.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
         children = children_of(process.pid)
     assert len(children) >= 3
@@ -403,7 +405,7 @@ def test_a_stopped_run_leaves_the_old_files_and_no_processes(
         time.sleep(0.05)
     assert not any(alive(child) for child in children)
     if number == signal.SIGKILL:
-        assert (run.out / ".prepare").exists()
+        assert work.exists()
         run(chats(tmp_path / "a.jsonl", 3))  # the next run cleans up
     else:
         assert process.returncode == 130

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,6 @@ from eyas.data.dedupe import conversation_key, key_of, prompt_key, text_key
 from eyas.data.rows import Chat, Dropped, DropReason, Preformatted, Sampled
 from eyas.data.sources import Raw, parse
 from eyas.data.template import Encoded, Rejected, Template, fit
-from eyas.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +82,17 @@ Outcome = Kept | Prompt | Dropped
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedChunk:
-    """Some rows in order; `tokens` int32 and `loss_mask` uint8 are those of all kept rows, one after another."""
+    """Some rows in order.
+
+    Attributes:
+        tokens, loss_mask: int32 and uint8, of all kept rows, one after another.
+        made_with: hashes of tokenizer and template.
+    """
 
     outcomes: list[Outcome]
     tokens: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.uint8]
+    made_with: tuple[str, str]
 
     def rows(self) -> Iterator[tuple[Outcome, list[Encoded]]]:
         """Each outcome with the corpus rows it becomes."""
@@ -108,11 +113,6 @@ class ChunkEncoder:
         self._template, self._cfg, self._evaluations = template, settings.cfg, settings.evaluations
         self._needs_prompt_key = settings.cfg.holdout > 0 or settings.cfg.dedupe == "prompt"
 
-    @classmethod
-    def load(cls, settings: EncodeSettings) -> Self:
-        """With a template of its own. Raises as `Template.load`."""
-        return cls(settings, settings.load_template())
-
     def encode(self, raws: Sequence[Raw]) -> EncodedChunk:
         """What becomes of each row, in order."""
         rows = [parse(raw, self._cfg.roles) for raw in raws]
@@ -130,6 +130,7 @@ class ChunkEncoder:
             outcomes,
             np.concatenate([row.tokens for row in kept]) if kept else np.empty(0, np.int32),
             np.concatenate([row.loss_mask for row in kept]) if kept else np.empty(0, np.uint8),
+            (self._template.tokenizer_hash, self._template.template_hash),
         )
 
     def _outcome(
@@ -195,11 +196,3 @@ def _prompt_line(row: Chat) -> bytes:
     if row.tools:
         content["tools"] = row.tools
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-
-
-def same_template(template: Template, hashes: tuple[str, str]) -> None:
-    """Raises ConfigError when a template is not the one that has these hashes: a model's folder changed meanwhile."""
-    if (template.tokenizer_hash, template.template_hash) != hashes:
-        raise ConfigError(
-            "the target's tokenizer or template changed while it was read", template.model, "run it again"
-        )

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from eyas.data.corpus import CORPUS_FILE, Corpus, CorpusWriter
 from eyas.data.outfolder import OutFolder
 from eyas.errors import ConfigError
+
+_SAME: Final = {
+    "tokenizer_hash": "tokenizers",
+    "template_hash": "chat templates",
+    "vocab_size": "vocabulary sizes",
+}
 
 
 def merge(corpora: Sequence[Path], out: Path) -> Corpus:
@@ -26,11 +33,10 @@ def merge(corpora: Sequence[Path], out: Path) -> Corpus:
         raise ConfigError("no corpus is named", "", "name two or more")
     first = opened[0]
     for other in opened[1:]:
-        for what in ("tokenizer_hash", "template_hash", "vocab_size"):
-            if getattr(other.meta, what) != getattr(first.meta, what):
-                name = {"tokenizer_hash": "tokenizer", "template_hash": "chat template"}.get(what, "vocabulary")
+        for key, what in _SAME.items():
+            if getattr(other.meta, key) != getattr(first.meta, key):
                 hint = f"{first.path} is of {first.meta.model}, {other.path} of {other.meta.model}"
-                raise ConfigError(f"the corpora were made with different {name}s", other.path, hint)
+                raise ConfigError(f"the corpora were made with different {what}", other.path, hint)
     with OutFolder(out, (str(one.path) for one in opened)) as folder:
         with CorpusWriter(folder.work / CORPUS_FILE, first.meta) as writer:
             for corpus in opened:

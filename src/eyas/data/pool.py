@@ -14,16 +14,17 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any, Final, cast
+from types import TracebackType
+from typing import Any, Final, Self, cast
 
-from eyas.data.encode import ChunkEncoder, EncodedChunk, EncodeSettings, same_template
+from eyas.data.encode import ChunkEncoder, EncodedChunk, EncodeSettings
 from eyas.data.sources import Input, Raw
 from eyas.data.template import Template
-from eyas.errors import EyasError
+from eyas.errors import ConfigError, EyasError
 
 #: A chunk is closed at the first of these: what one call of the tokenizer takes, and what one process holds.
 CHUNK_ROWS: Final = 512
@@ -60,35 +61,32 @@ def chunks_of(inputs: Iterable[Input]) -> Iterator[Chunk]:
 
 
 def encode_chunks(
-    chunks: Iterator[Chunk],
-    settings: EncodeSettings,
-    template: Template,
-    workers: int | None,
-    small_bytes: int = SMALL_BYTES,
-) -> Generator[tuple[Chunk, EncodedChunk], None, None]:
+    chunks: Iterator[Chunk], settings: EncodeSettings, template: Template, team: Team
+) -> Iterator[tuple[Chunk, EncodedChunk]]:
     """Each chunk with what became of its rows, in order; a bounded number of chunks is in memory.
 
     Args:
         chunks: read as they are needed.
         settings: for every process.
         template: for this process.
-        workers: processes; one works in this one; None is one a core.
-        small_bytes: input of at most so many bytes is encoded in this process.
+        team: works where it is worth it.
 
     Raises:
         EyasError: a worker died.
+        ConfigError: a worker found another tokenizer or template than this process.
     """
-    workers = workers or min(cores(), MOST_WORKERS)
-    first: list[Chunk] = []
-    if workers > 1:
-        first = list(_until_large(chunks, small_bytes))
-    if sum(chunk.bytes for chunk in first) <= small_bytes:
+    first = list(_until_large(chunks, team.small_bytes)) if team.size > 1 and not team.started else []
+    if not team.started and (team.size == 1 or sum(chunk.bytes for chunk in first) <= team.small_bytes):
         encoder = ChunkEncoder(settings, template)
         for chunk in itertools.chain(first, chunks):
             yield chunk, encoder.encode(chunk.raws)
         return
-    hashes = template.tokenizer_hash, template.template_hash
-    yield from _in_processes(itertools.chain(_drained(first), chunks), settings, hashes, workers)
+    team.start()
+    for chunk, encoded in team.encode(itertools.chain(_drained(first), chunks)):
+        if encoded.made_with != (template.tokenizer_hash, template.template_hash):
+            what = "the target's tokenizer or template changed while it was read"
+            raise ConfigError(what, template.model, "run it again")
+        yield chunk, encoded
 
 
 def cores() -> int:
@@ -113,56 +111,85 @@ def _drained(chunks: list[Chunk]) -> Iterator[Chunk]:
         yield waiting.popleft()
 
 
-def _in_processes(
-    chunks: Iterator[Chunk], settings: EncodeSettings, hashes: tuple[str, str], workers: int
-) -> Generator[tuple[Chunk, EncodedChunk], None, None]:
-    waiting: deque[Chunk] = deque()
-    results: dict[int, EncodedChunk] = {}
-    team: list[_Worker] = []
-    given = taken = 0
-    try:
-        with _interrupts_held():
-            team += [_Worker(settings, hashes) for _ in range(workers)]
+class Team:
+    """Worker processes, once they are started; ended on exit, whatever happens.
+
+    Args:
+        settings: what they encode with.
+        workers: how many; None is one a core.
+        small_bytes: input of at most so many bytes is not worth starting them.
+    """
+
+    def __init__(self, settings: EncodeSettings, workers: int | None, small_bytes: int = SMALL_BYTES) -> None:
+        self.size, self.small_bytes = workers or min(cores(), MOST_WORKERS), small_bytes
+        self._settings = settings
+        self._members: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self._members:
+            worker.end()
+        self._members.clear()
+
+    @property
+    def started(self) -> bool:
+        return bool(self._members)
+
+    def start_for(self, total_bytes: int) -> None:
+        """Starts them ahead of time where so much input is worth it: each takes seconds to import its libraries."""
+        if self.size > 1 and total_bytes > self.small_bytes:
+            self.start()
+
+    def start(self) -> None:
+        """Starts them, unless they are."""
+        if not self._members:
+            with _interrupts_held():
+                self._members += [_Worker(self._settings) for _ in range(self.size)]
+
+    def encode(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, EncodedChunk]]:
+        """Each chunk with its result, in order. Raises EyasError when a worker died."""
+        waiting: deque[Chunk] = deque()
+        results: dict[int, EncodedChunk] = {}
+        given = taken = 0
         while True:
-            while len(waiting) < workers * _AHEAD and (worker := _least_busy(team)) is not None:
+            while len(waiting) < self.size * _AHEAD and (worker := self._least_busy()) is not None:
                 if (chunk := next(chunks, None)) is None:
                     break
                 waiting.append(chunk)
                 worker.give(given, chunk.raws)
                 given += 1
             if not waiting:
-                break
+                return
             if taken not in results:
-                results.update(_collect(team))
+                results.update(self._collect())
                 continue
             yield waiting.popleft(), results.pop(taken)
             taken += 1
-    finally:
-        for worker in team:
-            worker.end()
 
+    def _least_busy(self) -> _Worker | None:
+        """Who gets the next chunk: one to work on and one to go on with are enough."""
+        least = min(self._members, key=lambda worker: len(worker.doing))
+        return least if len(least.doing) < 2 else None
 
-def _least_busy(team: Sequence[_Worker]) -> _Worker | None:
-    """Who gets the next chunk: one to work on and one to go on with are enough."""
-    least = min(team, key=lambda worker: len(worker.doing))
-    return least if len(least.doing) < 2 else None
-
-
-def _collect(team: Sequence[_Worker]) -> Iterator[tuple[int, EncodedChunk]]:
-    """What is ready, of at least one worker."""
-    busy = {worker.connection: worker for worker in team if worker.doing}
-    for connection in wait(list(busy)):
-        yield busy[cast(Connection, connection)].take()
+    def _collect(self) -> Iterator[tuple[int, EncodedChunk]]:
+        """What is ready, of at least one worker."""
+        busy = {worker.connection: worker for worker in self._members if worker.doing}
+        for connection in wait(list(busy)):
+            yield busy[cast(Connection, connection)].take()
 
 
 class _Worker:
     """A process, seen from its parent. The pipe is theirs alone: either end is told when the other one dies."""
 
-    def __init__(self, settings: EncodeSettings, hashes: tuple[str, str]) -> None:
+    def __init__(self, settings: EncodeSettings) -> None:
         context = multiprocessing.get_context("spawn")  # threads of tokenizers and OpenMP do not survive a fork
         self.connection, theirs = context.Pipe()
         self.doing: deque[int] = deque()
-        self._process = context.Process(target=_work, args=(theirs, settings, hashes), daemon=True)
+        self._process = context.Process(target=_work, args=(theirs, settings), daemon=True)
         try:
             self._process.start()
         finally:
@@ -221,15 +248,13 @@ def _interrupts_held() -> Iterator[None]:
 # --- in a worker ------------------------------------------------------------------------------------------------------
 
 
-def _work(connection: Connection, settings: EncodeSettings, hashes: tuple[str, str]) -> None:
+def _work(connection: Connection, settings: EncodeSettings) -> None:
     """A worker's life: chunks in, results out, until the parent closes its end."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough
     chunks: queue.SimpleQueue[list[Raw]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, chunks), daemon=True).start()
     try:
-        template = settings.load_template()
-        same_template(template, hashes)
-        encoder = ChunkEncoder(settings, template)
+        encoder = ChunkEncoder(settings, settings.load_template())
         while True:
             connection.send(encoder.encode(chunks.get()))
     except OSError:

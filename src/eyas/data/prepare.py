@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,9 +28,9 @@ from eyas.config import PrepareConfig, SourceConfig
 from eyas.data.corpus import CORPUS_FILE, CorpusMeta, CorpusWriter
 from eyas.data.decontaminate import GRAM_WORDS, EvaluationIndex
 from eyas.data.dedupe import Seen
-from eyas.data.encode import EncodeSettings, Kept, Outcome, Prompt
+from eyas.data.encode import EncodedChunk, EncodeSettings, Kept, Outcome, Prompt
 from eyas.data.outfolder import DROPPED_FILE, HOLDOUT_FILE, PROMPTS_FILE, SUMMARY_FILE, OutFolder
-from eyas.data.pool import chunks_of, encode_chunks
+from eyas.data.pool import Chunk, Team, chunks_of, encode_chunks
 from eyas.data.progress import Progress
 from eyas.data.report import PrepareReport
 from eyas.data.rows import CHOICES, Dropped, DropReason
@@ -81,50 +81,47 @@ def prepare(
     evaluations = EvaluationIndex.read(cfg.decontaminate) if cfg.decontaminate else None
     settings = EncodeSettings(target, cfg, evaluations)
     folder = OutFolder(out, (one.path for one in opened))
-    template = template or settings.load_template()
-    known_as = str(Path(target).resolve()) if Path(target).is_dir() else target  # good from any folder
-    meta = CorpusMeta(
-        known_as,
-        template.tokenizer_hash,
-        template.template_hash,
-        template.vocab_size,
-        template_settings={"options": cfg.template_options, "rewritten_turns": cfg.rewritten_turns},
-    )
-    report = PrepareReport(out, known_as, template.tokenizer_hash, template.template_hash)
-    with _terminated_as_interrupted(), folder, Progress(console, report, opened) as progress:
-        try:
-            _fill(folder, report, opened, settings, template, meta, progress, show)
-            report.seconds = time.monotonic() - began
-            text = json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n"
-            (folder.work / SUMMARY_FILE).write_text(text, encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise folder.failed(error) from error
-        folder.publish(keep=() if report.rows else (CORPUS_FILE, HOLDOUT_FILE))
+    with _terminated_as_interrupted(), Team(settings, cfg.workers) as team:
+        team.start_for(sum(Path(one.path).stat().st_size for one in opened if Path(one.path).is_file()))
+        template = template or settings.load_template()
+        known_as = str(Path(target).resolve()) if Path(target).is_dir() else target  # good from any folder
+        hashes = template.tokenizer_hash, template.template_hash
+        needs = {"options": cfg.template_options, "rewritten_turns": cfg.rewritten_turns}
+        meta = CorpusMeta(known_as, *hashes, template.vocab_size, template_settings=needs)
+        report = PrepareReport(out, known_as, *hashes)
+        with folder, Progress(console, report, opened) as progress:
+            try:
+                encoded = encode_chunks(chunks_of(opened), settings, template, team)
+                with _Books(folder.work, report, opened, settings, meta) as books:
+                    _fill(books, encoded, template, progress, show)
+                report.seconds = time.monotonic() - began
+                text = json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n"
+                (folder.work / SUMMARY_FILE).write_text(text, encoding="utf-8", errors="replace")
+            except OSError as error:
+                raise folder.failed(error) from error
+            folder.publish(keep=() if report.rows else (CORPUS_FILE, HOLDOUT_FILE))
     if not report.rows:
         raise _nothing_left(report, opened)
     return report
 
 
 def _fill(
-    folder: OutFolder,
-    report: PrepareReport,
-    inputs: Sequence[Input],
-    settings: EncodeSettings,
+    books: _Books,
+    chunks: Iterable[tuple[Chunk, EncodedChunk]],
     template: Template,
-    meta: CorpusMeta,
     progress: Progress,
     show: int,
 ) -> None:
-    chunks = encode_chunks(chunks_of(inputs), settings, template, settings.cfg.workers)
-    with contextlib.closing(chunks), _Books(folder.work, report, inputs, settings, meta) as books:
-        for chunk, encoded in chunks:
-            for number, (outcome, rows) in zip(chunk.inputs, encoded.rows(), strict=True):
-                taken = books.take(number, outcome, rows)
-                if isinstance(outcome, Kept) and taken and report.kept <= show:
-                    progress.print(render_sample(template, outcome, rows, progress.console))
-            progress.advance(chunk.inputs[-1], chunk.raws[-1])
-        progress.say("writing the corpus")
-        books.close()
+    shown = 0
+    for chunk, encoded in chunks:
+        for number, (outcome, rows) in zip(chunk.inputs, encoded.rows(), strict=True):
+            taken = books.take(number, outcome, rows)
+            if isinstance(outcome, Kept) and taken and shown < show:
+                progress.print(render_sample(template, outcome, rows, progress.console))
+                shown += 1
+        progress.advance(chunk.inputs[-1], chunk.raws[-1])
+    progress.say("writing the corpus")
+    books.close()
 
 
 class _Books:

@@ -39,7 +39,6 @@ REASONS: Final[dict[str, str]] = {
     "template-error": "the template refuses it",
     "template-rewrites-history": "no answer is rendered as it was given",
     "other-template": "text in another chat format",
-    "token-straddles-turn": "one token holds prompt and answer",
     "too-long": "the answer starts after max_tokens",
     "nothing-to-learn": "no two trained tokens in a row",
     "duplicate": "equal to an earlier row",
@@ -48,6 +47,12 @@ REASONS: Final[dict[str, str]] = {
 
 NOTES: Final[dict[str, str]] = {
     "last-user-turn-cut": "the last user turn has no answer and was left out",
+    "cut-after-unfinished-answer": "what follows an answer that was cut off was left out",
+    "earlier-turn-rewritten": "answers that later turns render otherwise are context",
+    "reasoning-not-rendered": "the template leaves the thought out",
+    "system-merged-into-user": "the template takes no system message; the user turn holds it",
+    "consecutive-turns-merged": "the template wants turns in order; two became one",
+    "greeting-dropped": "the template wants a user turn first; the greeting was left out",
     "cut-at-max-tokens": "cut at max_tokens, without an end token",
 }
 
