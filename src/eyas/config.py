@@ -106,7 +106,7 @@ class PrepareConfig(Section):
     strict: bool = False
     """Stop at the first row that cannot be used."""
     workers: Annotated[int, Field(ge=1)] | None = None
-    """Processes; default: one a core. The corpus does not depend on it."""
+    """Processes; default: one a core, at most 16. The corpus does not depend on it."""
     trust_remote_code: bool = False
     """Run the tokenizer code that the model's folder ships."""
 
