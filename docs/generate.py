@@ -57,6 +57,8 @@ def benchmarks_page() -> str:
         columns = list(rows[0])
         lines += ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(_cell(row[column]) for column in columns) + " |" for row in rows]
+        if notes := [f"- {note}" for note in result.get("notes", ())]:
+            lines += ["", *notes]
     return "\n".join(lines) + "\n"
 
 
