@@ -24,7 +24,8 @@ class Act:
     """What is done with one request.
 
     Attributes:
-        kind: answer, status, hang, cut, reset, malformed, error-chunk, plain (unstreamed), no-done, no-usage.
+        kind: answer, status, hang, cut, reset, malformed, error-chunk, plain (unstreamed), no-done, no-usage,
+            murmur (a stream of keep-alives, for ever).
         status, headers, body: of `status`.
         text, reasoning, calls, finish: of an answer.
         pause_s: before the first byte.
@@ -89,6 +90,7 @@ class OpenAIServer:
     asked: list[Asked] = field(default_factory=list)
     ledger: Decimal = Decimal(0)
     highest: int = 0
+    working: int = 0  # on requests that were accepted
     _now: int = 0
     _counts: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -141,10 +143,13 @@ class OpenAIServer:
             self.asked.append(Asked(body, before, time.monotonic(), act, headers.get("authorization", "")))
             self._now += 1
             self.highest = max(self.highest, self._now)
+        accepted = act.kind != "status"
+        self.working += accepted
         try:
             return await self._act(act, body, writer)
         finally:
             self._now -= 1
+            self.working -= accepted
 
     async def _act(self, act: Act, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         if act.pause_s:
@@ -194,6 +199,9 @@ class OpenAIServer:
         head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         writer.write(head.encode())
         await _chunk(writer, b": keep-alive\n\n")
+        while act.kind == "murmur":
+            await asyncio.sleep(0.05)
+            await _chunk(writer, b": keep-alive\n\n")
         if act.chunks is not None:
             for raw in act.chunks:
                 await _event(writer, raw)

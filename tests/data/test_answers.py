@@ -127,9 +127,35 @@ def test_a_half_row_is_cut_and_a_foreign_one_is_not(tmp_path: Path) -> None:
     ("name", "value"), [("model", "n"), ("temperature", None), ("system", "x"), ("extra_body", {})]
 )
 def test_another_setting_is_refused_by_name(tmp_path: Path, name: str, value: object) -> None:
-    opened(tmp_path / "out.jsonl").close()
+    with opened(tmp_path / "out.jsonl") as answers:
+        answers.answered(key(1), turn("a"), "", ZERO)
     with Answers(tmp_path / "out.jsonl") as answers, pytest.raises(ConfigError, match=name):
         answers.check_settings(SETTINGS | {name: value})
+
+
+def test_settings_that_gave_no_answer_may_change(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with opened(out) as answers:
+        answers.charged(answers.asked(Decimal(1)), None, Decimal(1))
+        answers.totals.add(None, Decimal(1))
+    with Answers(out) as answers:
+        answers.check_settings(SETTINGS | {"model": "n"})
+        answers.answered(key(1), turn("a"), "", Decimal("0.1"))
+    with Answers(out) as answers:
+        assert (answers.settings["model"], answers.totals.unknown) == ("n", 1)
+        with pytest.raises(ConfigError, match="model"):
+            answers.check_settings(SETTINGS)
+
+
+def test_a_session_without_any_result_leaves_no_file(tmp_path: Path) -> None:
+    for settings in (None, SETTINGS):
+        with Answers(tmp_path / "out.jsonl") as answers:
+            if settings:
+                answers.check_settings(settings)
+        assert not list(tmp_path.iterdir())
+    with opened(tmp_path / "out.jsonl") as answers:
+        answers.fail(key(1), CHAT, Failure("timeout", "slow", 1, 6))
+    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "out.jsonl.journal", "out.failed.jsonl"}
 
 
 def test_rows_without_their_journal_are_not_ours_to_go_on_with(tmp_path: Path) -> None:
@@ -142,6 +168,6 @@ def test_rows_without_their_journal_are_not_ours_to_go_on_with(tmp_path: Path) -
             Answers(out)
     out.unlink()
     paths_of(out)[2].write_text(json.dumps({"key": key(3).hex(), "reason": "old"}) + "\n")
-    paths_of(out)[1].unlink()
+    paths_of(out)[1].unlink(missing_ok=True)
     with opened(out) as answers:  # begun anew: failures of the answers that were removed are gone too
         assert not answers.failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from decimal import Decimal
 
 import pytest
@@ -69,11 +70,44 @@ def test_a_server_that_charged_more_than_the_worst_case_is_reserved_more_for() -
     async def asked() -> None:
         reserved = await budget.reserve(Decimal(10))
         budget.settle(reserved, Usage(1, 1, Decimal(40)), charged=True)
-        assert await budget.reserve(Decimal(10)) == 40
+        assert (await budget.reserve(Decimal(10))).amount == 40
         with pytest.raises(TimeoutError):  # 40 + 40 + 40 would pass 100, and one is in flight
             await asyncio.wait_for(budget.reserve(Decimal(10)), 0.05)
 
     asyncio.run(asked())
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.integers(1, 50), st.integers(0, 3)), min_size=1), st.integers(1, 500))
+def test_a_server_that_charges_too_much_passes_the_limit_with_no_more_than_its_first_reply(
+    factor: int, asks: list[tuple[int, int]], limit: int
+) -> None:
+    budget, costs = Budget(Prices(Decimal(1), ZERO), Totals(), Decimal(limit)), list[int]()
+
+    async def ask(worst: int, steps: int) -> None:
+        with suppress(OverBudgetError):
+            reserved = await budget.reserve(Decimal(worst))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            costs.append(factor * worst)
+            budget.settle(reserved, Usage(1, 1, Decimal(factor * worst)), charged=True)
+
+    async def all_asks() -> None:
+        await asyncio.wait_for(asyncio.gather(*(ask(*one) for one in asks)), 10)
+
+    asyncio.run(all_asks())
+    assert sum(costs) == budget.totals.cost
+    assert sum(costs) <= max(limit, *costs[:1], 0)
+
+
+def test_many_overcharged_at_once_are_not_multiplied() -> None:
+    budget = Budget(Prices(Decimal(1), ZERO), Totals())
+
+    async def asked() -> Decimal:
+        for reserved in [await budget.reserve(Decimal(10)) for _ in range(20)]:
+            budget.settle(reserved, Usage(1, 1, Decimal(20)), charged=True)
+        return (await budget.reserve(Decimal(10))).amount
+
+    assert asyncio.run(asked()) == 20
 
 
 def test_sums_for_people() -> None:

@@ -122,8 +122,9 @@ def test_streams_that_make_no_sense_are_malformed_never_a_crash(chunks: tuple[An
     assert (fault.reason, fault.charged) == ("malformed-reply", True)
 
 
-def test_a_slow_stream_has_one_deadline_however_alive_it_keeps() -> None:
-    with running(OpenAIServer(plan=lambda *_: Act(pause_s=3))) as server:
+@pytest.mark.parametrize("act", [Act(pause_s=3), Act("murmur")])
+def test_a_slow_stream_has_one_deadline_however_alive_it_keeps(act: Act) -> None:
+    with running(OpenAIServer(plan=lambda *_: act)) as server:
         [fault] = asked(server, "q", timeout_s=0.3)
     assert isinstance(fault, Fault)
     assert (fault.reason, fault.charged) == ("timeout", True)

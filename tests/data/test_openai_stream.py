@@ -123,6 +123,20 @@ def test_what_no_server_should_send_is_a_value_error(bad: Any) -> None:
         StreamedAnswer().take(bad)
 
 
+@pytest.mark.parametrize("nothing", [None, ""])
+def test_a_finish_is_not_taken_back_by_the_chunks_after_it(nothing: str | None) -> None:
+    assert (
+        message(chunk({"content": "x"}, nothing), chunk({}, "length"), chunk({}, nothing))["finish_reason"] == "length"
+    )
+
+
+def test_a_call_cut_by_the_limit_fails_its_row_and_costs() -> None:
+    call = {"index": 0, "function": {"name": "f", "arguments": '{"city": "Be'}}
+    with pytest.raises(Fault) as fault:
+        message(chunk({"content": "let me see", "tool_calls": [call]}), chunk({}, "length"), usage=Usage(3, 4))
+    assert (fault.value.reason, fault.value.kind, fault.value.usage) == ("cut-tool-call", FaultKind.ROW, Usage(3, 4))
+
+
 def test_errors_within_a_stream() -> None:
     for error, reason, kind in (
         ({"message": "busy", "code": 429}, "rate-limited", FaultKind.RETRY),

@@ -81,6 +81,7 @@ ANSWERED = [
 FAILED = {
     "500": "server-error",
     "429": "rate-limited",
+    "503": "server-error",
     "hang": "timeout",
     "cut": "cut-stream",
     "cutclean": "cut-stream",
@@ -91,6 +92,11 @@ FAILED = {
     "long": "prompt-too-long",
     "418": "bad-request",
 }
+
+
+def tries(word: str) -> int:
+    """What three attempts are: a refused row has one, and busy servers count half."""
+    return {"long": 1, "418": 1, "429": 6, "503": 6}.get(word, 3)
 
 
 def test_every_row_ends_answered_or_failed_by_name_and_the_cost_is_the_servers(tmp_path: Path) -> None:
@@ -108,11 +114,11 @@ def test_every_row_ends_answered_or_failed_by_name_and_the_cost_is_the_servers(t
     assert [(row["line"], row["reason"]) for row in failed] == [
         (len(ANSWERED) + 1 + i, reason) for i, reason in enumerate(FAILED.values())
     ]
-    assert {row["attempts"] for row in failed if row["reason"] not in ("prompt-too-long", "bad-request")} == {3}
+    assert [row["attempts"] for row in failed] == [tries(word) for word in FAILED]
     # As often as it took, and never again; a row that was refused is not asked twice.
     for text in texts:
         words = text.partition("|")[2].split(",")
-        assert asked[text] == (len(words) if text[0] == "a" else 1 if words[0] in ("long", "418") else 3), text
+        assert asked[text] == (len(words) if text[0] == "a" else tries(words[0])), text
     assert Counter(asked.prompt for asked in server.asked) == asked
     assert (again.reused, again.failed) == (len(ANSWERED), report.failed)
     assert report.totals.cost == server.ledger
@@ -122,7 +128,7 @@ def test_every_row_ends_answered_or_failed_by_name_and_the_cost_is_the_servers(t
         if asked.act.kind in ("hang", "cut", "reset", "malformed", "no-usage", "error-chunk")
     ]
     assert report.totals.unknown_tries == len(unknown)
-    assert report.tries["rate-limited"] == 1 + 1 + 3
+    assert report.tries["rate-limited"] == 1 + 1 + 6
     document = json.loads((tmp_path / "out.summary.json").read_text())
     assert Decimal(document["all_sessions"]["cost"]) == server.ledger
     assert document["read"] == document["reused"] + document["failed"]
@@ -450,6 +456,56 @@ def test_a_server_that_goes_away_is_rested_and_comes_back(tmp_path: Path) -> Non
     assert first.asked and second.asked
 
 
+def at_most_at_once(most: int) -> OpenAIServer:
+    """Refuses what comes while it has `most` in hand."""
+    server = OpenAIServer()
+    server.plan = lambda *_: Act("status", status=429) if server.working >= most else Act(pause_s=0.2)
+    return server
+
+
+def at_most_in_a_window(most: int, window_s: float) -> OpenAIServer:
+    """Refuses all but the first `most` requests of each `window_s` seconds."""
+    taken = Counter[int]()
+
+    def plan(*_: object) -> Act:
+        window = int(time.monotonic() / window_s)
+        taken[window] += 1
+        return Act(pause_s=0.05) if taken[window] <= most else Act("status", status=429)
+
+    return OpenAIServer(plan=plan)
+
+
+def down_at_first(status: int, seconds: float) -> OpenAIServer:
+    """What stands before a server that is being restarted."""
+    began: list[float] = []
+
+    def plan(*_: object) -> Act:
+        began.append(time.monotonic())
+        return Act("status", status=status) if began[-1] - began[0] < seconds else Act()
+
+    return OpenAIServer(plan=plan)
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [at_most_at_once(3), at_most_in_a_window(12, 0.8), *(down_at_first(status, 1.5) for status in (429, 502, 503))],
+    ids=["at once", "in a window", "429", "502", "503"],
+)
+def test_no_row_fails_because_a_server_is_busy(tmp_path: Path, busy: OpenAIServer) -> None:
+    source = prompts(tmp_path / "in.jsonl", *(f"p{i}" for i in range(60)))
+    with running(busy) as server:
+        report = go(server, source, tmp_path / "out.jsonl", settings(in_flight=40, attempts=4, retry_wait_s=0.05))
+    assert (report.answered, report.failed.total()) == (60, 0), report.failed
+
+
+def test_a_server_that_stays_busy_ends_the_run(tmp_path: Path) -> None:
+    source = prompts(tmp_path / "in.jsonl", *(f"p{i}" for i in range(60)))
+    with running(OpenAIServer(plan=lambda *_: Act("status", status=503))) as server:
+        with pytest.raises(EngineError, match=r"no server has answered for 0.6 s.*same command goes on"):
+            go(server, source, tmp_path / "out.jsonl", settings(in_flight=8, attempts=9, retry_wait_s=0.1, away_s=0.6))
+        assert len(server.asked) < 30
+
+
 def test_no_server_at_the_start_is_told_at_once(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(EngineError, match="no server answers"):
@@ -580,6 +636,7 @@ def test_the_only_model_is_the_default_and_a_wrong_one_is_refused_with_the_neare
         ({"extra_body": {"n": 2}}, "may not hold n"),
         ({"extra_body": {"messages": []}}, "may not hold messages"),
         ({"extra_body": {"max_tokens": 5}}, "set regenerate.max_tokens"),
+        *(({"extra_body": {"max_completion_tokens": bad}}, "number of tokens") for bad in (None, 0, "9", 2.5, True)),
     ],
 )
 def test_extra_fields_that_would_break_the_run_are_refused(tmp_path: Path, changes: Any, words: str) -> None:
@@ -595,8 +652,50 @@ def test_inputs_and_output_are_told_apart(tmp_path: Path) -> None:
         regenerate([source], source, servers=["http://x"])
     with pytest.raises(ConfigError, match="no server is named"):
         regenerate([source], tmp_path / "o.jsonl")
+    with pytest.raises(ConfigError, match="no input is named"):
+        regenerate([], tmp_path / "o.jsonl", servers=["http://x"])
     with pytest.raises(ConfigError, match="is JSON lines"):
         regenerate([source], tmp_path / "o.json", servers=["http://x"])
+
+
+@pytest.mark.parametrize(
+    ("given", "out"),
+    [
+        *((given, "o.jsonl") for given in ("", "*.jsonl", "*", "**/*.jsonl", "../d/o*")),
+        *((given, "deep/o.jsonl") for given in ("", "**/*.jsonl", "*")),
+    ],
+)
+def test_an_output_that_would_be_read_next_time_is_refused_the_first_time(tmp_path: Path, given: str, out: str) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir()
+    prompts(folder / "in.jsonl", "a")
+    with pytest.raises(ConfigError, match="among the inputs"):
+        regenerate([folder / given], folder / out, servers=["http://x"])
+    assert [path.name for path in folder.iterdir()] == ["in.jsonl"]
+
+
+def test_an_output_beside_a_folder_of_inputs_is_not_in_it(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    prompts(tmp_path / "d" / "in.jsonl", "a")
+    for number, given in enumerate((tmp_path / "d", tmp_path / "d" / "**" / "*.jsonl", tmp_path / "i*.jsonl")):
+        prompts(tmp_path / "in.jsonl", "a")
+        with running(OpenAIServer()) as server:
+            assert go(server, given, tmp_path / f"out{number}.jsonl", settings()).answered == 1
+
+
+def test_a_start_that_failed_can_be_mended_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path / "in.jsonl", "a"), tmp_path / "out.jsonl"
+    with pytest.raises(EngineError, match="no server answers"):
+        go(OpenAIServer(port=9), source, out, settings(), model=MODEL)
+    with running(OpenAIServer(models=("a", "b"))) as server:
+        with pytest.raises(ConfigError, match="which of the server's models"):
+            go(server, source, out, settings())
+        with pytest.raises(ConfigError, match="does not know the model"):
+            go(server, source, out, settings(), model="c")
+        with pytest.raises(ConfigError, match="max_cost needs prices"):
+            go(server, source, out, settings(max_cost=1.0, temperature=0.1), model="a")
+        assert list(tmp_path.iterdir()) == [source]
+        assert go(server, source, out, settings(), model="a").answered == 1
 
 
 # --- the key ----------------------------------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ class AppendFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.fd = _locked(path) if lock else _opened(path)
             self.size = os.fstat(self.fd).st_size
+            os.fsync(self.fd)  # a writer that was killed had not synced all that is read here
+            fsync_dir(path.parent)
         self._durable = self.size
         self._syncing: asyncio.Task[None] | None = None
 
@@ -115,6 +117,12 @@ class AppendFile:
             fsync_dir(self.path.parent)
             os.close(self.fd)
         self.fd, self.size, self._durable = fd, size, size
+
+    def remove(self) -> None:
+        """Close, and leave no file."""
+        with disk_errors(self.path):
+            self.path.unlink(missing_ok=True)
+        self.close()
 
     def close(self) -> None:
         """Make all durable, close, and give the lock up."""

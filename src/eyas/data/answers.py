@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Self
 
-from eyas.data.answer_files import AppendFile, disk_errors, good_lines, json_line, open_sealed, sealed_line
+from eyas.data.answer_files import AppendFile, good_lines, json_line, open_sealed, sealed_line
 from eyas.data.budget import ZERO, Totals, Usage
 from eyas.data.conversation import KEY_BYTES
 from eyas.data.rows import Chat, Message
@@ -77,6 +77,7 @@ class Answers:
     def __init__(self, out: Path) -> None:
         answers, journal, failed, _ = paths_of(out)
         self._files: list[AppendFile] = []
+        self._loaded = False  # until then nothing is known of what is there
         try:
             self._rows = self._open(answers, lock=True)
             self._journal = self._open(journal)
@@ -88,6 +89,7 @@ class Answers:
             self.failed: dict[bytes, dict[str, Any]] = {}
             self._session, self._asked = 0, 0
             self._load()
+            self._loaded = True
         except BaseException:
             self.close()
             raise
@@ -146,13 +148,13 @@ class Answers:
         open_asks.pop(entry.get("of", ""), None)
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Go on only with the settings that the answers there were made with.
+        """Go on only with the settings that the answers there were made with; where there are none, with any.
 
         Raises:
             ConfigError: one differs, by name.
         """
         now: dict[str, Any] = json.loads(json.dumps(dict(settings)))
-        if not self.settings:
+        if not self._done and not self._turns and now != self.settings:
             self._journal.append(sealed_line({"settings": now}))
             self._journal.append(sealed_line({"session": self._session}))
             self.settings = now
@@ -168,6 +170,11 @@ class Answers:
 
     def __len__(self) -> int:
         return len(self._done)
+
+    @property
+    def worthless(self) -> bool:
+        """Nothing is there that another session could use, nor has anything been paid for."""
+        return not (self._done or self._turns or self.failed) and self.totals == Totals()
 
     def turns(self, key: bytes) -> list[Turn]:
         """The answered turns of a row that is not finished."""
@@ -264,12 +271,13 @@ class Answers:
                 yield sealed_line(entry | {"counted": True})
 
     def close(self) -> None:
-        """Give the files and the lock up; an empty file of failures goes."""
+        """Give the files and the lock up; files that hold nothing go, the locked one last."""
+        worthless = self._loaded and self.worthless
         for file in reversed(self._files):
-            if file.path.name.endswith(".failed.jsonl") and not file.size:
-                with disk_errors(file.path):
-                    file.path.unlink(missing_ok=True)
-            file.close()
+            if worthless or (file is not self._files[0] and not file.size):
+                file.remove()
+            else:
+                file.close()
         self._files.clear()
 
     def __enter__(self) -> Self:

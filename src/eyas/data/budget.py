@@ -79,9 +79,20 @@ class OverBudgetError(Exception):
     """The next request could pass the limit, and nothing is in flight that could still turn out cheaper."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Dollars set aside for a request whose worst case is known."""
+
+    amount: Decimal
+    worst: Decimal
+
+
 @dataclass(slots=True)
 class Budget:
     """Reserves the worst case of a request before it is sent, so that the limit cannot be passed.
+
+    A server may charge more than the worst case: other prices, longer answers than asked for. With a limit the first
+    request therefore goes alone, and more is set aside for those that follow.
 
     Args:
         totals: what was spent already; kept up to date.
@@ -93,18 +104,20 @@ class Budget:
     limit: Decimal | None = None
     _reserved: Decimal = ZERO
     _in_flight: int = 0
-    _scale: Decimal = Decimal(1)  # a server that charged more than the worst case may do so again
+    _scale: Decimal = Decimal(1)  # the most that was charged, in worst cases
+    _met: bool = False  # a request was charged: its server keeps to the worst case, or is known not to
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def reserve(self, worst: Decimal) -> Decimal:
-        """Set `worst` dollars aside, once that is possible; returns what was set aside.
+    async def reserve(self, worst: Decimal) -> Reserved:
+        """Set `worst` dollars aside, or more, once that is possible.
 
         Raises:
             OverBudgetError: it never will be.
         """
         while self.limit is not None:
             amount = worst * self._scale
-            if self.totals.cost + self.totals.unknown + self._reserved + amount <= self.limit:
+            fits = self.totals.cost + self.totals.unknown + self._reserved + amount <= self.limit
+            if fits and (self._met or not self._in_flight):
                 break
             if not self._in_flight:
                 raise OverBudgetError
@@ -113,20 +126,21 @@ class Budget:
         amount = worst * self._scale
         self._reserved += amount
         self._in_flight += 1
-        return amount
+        return Reserved(amount, worst)
 
-    def settle(self, reserved: Decimal, usage: Usage | None, *, charged: bool) -> Decimal:
+    def settle(self, reserved: Reserved, usage: Usage | None, *, charged: bool) -> Decimal:
         """What a try cost instead; without usage, one that may be charged keeps its reservation.
 
         Returns:
             dollars: the cost, or with `usage` None the most it may have been.
         """
-        cost = self.prices.cost(usage) if usage else reserved if charged else ZERO
-        self._reserved -= reserved
+        cost = self.prices.cost(usage) if usage else reserved.amount if charged else ZERO
+        self._reserved -= reserved.amount
         self._in_flight -= 1
         self.totals.add(usage, cost)
-        if usage and reserved and cost > reserved:
-            self._scale *= cost / reserved
+        self._met |= charged or usage is not None
+        if usage and reserved.worst:
+            self._scale = max(self._scale, cost / reserved.worst)
         self._news.set()
         return cost
 

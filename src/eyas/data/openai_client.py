@@ -106,7 +106,7 @@ class OpenAIClient:
             raise ServerAway(self.url, "no answer") from error
         except openai.APIStatusError as error:
             if error.status_code in (401, 403):
-                raise self._of_status(error).error or EngineError("the server refuses us", self.url) from error
+                raise self._of_status(error).error or EngineError("the server refuses us", self.url) from None
             if error.status_code >= 500:
                 raise ServerAway(self.url, f"HTTP {error.status_code}") from error
             return Listing()
@@ -170,7 +170,7 @@ class OpenAIClient:
             if not answer.finish_reason:
                 raise Fault("timeout", f"no whole answer in {request.timeout_s:g} s", charged=True) from error
         except openai.APIStatusError as error:
-            raise self._of_status(error) from error
+            raise self._of_status(error) from None  # the server's own text may quote the key
         except (openai.APIError, httpx.HTTPError, httpx.StreamError) as error:
             if not answer.finish_reason:  # what breaks after the answer's end takes nothing from it
                 raise fault_of_error(error, self.url, self._key, in_answer=answer.began) from error

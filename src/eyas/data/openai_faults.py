@@ -31,6 +31,7 @@ _TOO_LONG: Final = (
     "longer than the maximum model length",
     "too many tokens",
 )
+_BUSY: Final = (429, 502, 503, 504, 529)
 _NO_MODEL: Final = ("model_not_found", "not a valid model", "model does not exist", "unknown model", "no such model")
 
 
@@ -52,6 +53,7 @@ class Fault(Exception):
         retry_after_s: what the server asked for.
         usage: what the reply said it cost.
         charged: without usage: whether the server may charge for it all the same.
+        busy: the server has too much to do, or what stands before it cannot reach it: others would meet the same.
         error: of a STOP, what the user is told.
     """
 
@@ -64,11 +66,13 @@ class Fault(Exception):
         retry_after_s: float | None = None,
         usage: Usage | None = None,
         charged: bool = False,
+        busy: bool = False,
         error: EyasError | None = None,
     ) -> None:
         super().__init__(reason, detail)
         self.reason, self.detail, self.kind = reason, detail, kind
-        self.retry_after_s, self.usage, self.charged, self.error = retry_after_s, usage, charged, error
+        self.retry_after_s, self.usage, self.charged = retry_after_s, usage, charged
+        self.busy, self.error = busy, error
 
 
 class ServerAway(EngineError):
@@ -95,7 +99,7 @@ def fault_of_status(
     if status in (408, 409, 425, 429) or status >= 500:
         reason = {408: "server-timeout", 409: "conflict", 425: "conflict", 429: "rate-limited"}.get(status)
         wait_s = retry_after(headers, datetime.datetime.now(datetime.UTC))
-        return Fault(reason or "server-error", detail, retry_after_s=wait_s)
+        return Fault(reason or "server-error", detail, retry_after_s=wait_s, busy=bool(wait_s) or status in _BUSY)
     if (error := _of_us(status, text, url, message)) is not None and not (status == 403 and _is_flagged(body)):
         return _stop(error, detail)
     if "stream_options" in text:
@@ -115,7 +119,7 @@ def _of_us(status: int, text: str, url: str, message: str) -> EyasError | None:
     error: EyasError | None = None
     match status:
         case 401:
-            hint = "is the server's API key in the environment variable that regenerate.api_key_env names?"
+            hint = "its API key is read from the variable regenerate.api_key_env names, by default OPENAI_API_KEY"
             error = EngineError("the server refuses us (HTTP 401)", url, hint)
         case 402:
             error = EngineError("the account at the server has no credit left (HTTP 402)", url, message)
@@ -185,7 +189,7 @@ def retry_after(headers: Mapping[str, str] | httpx.Headers, now: datetime.dateti
         except ValueError:
             try:
                 at = parsedate_to_datetime(text)
-            except ValueError:
+            except (ValueError, OverflowError):
                 continue
             wait_s = (at.replace(tzinfo=at.tzinfo or datetime.UTC) - now).total_seconds()
         if not math.isnan(wait_s):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from eyas.data.budget import Usage
-from eyas.data.openai_faults import Fault, fault_of_body
+from eyas.data.openai_faults import Fault, FaultKind, fault_of_body
 from eyas.data.rows import Message
 
 MAX_CHARS: Final = 64 << 20  # no answer is longer; a server that never ends must not fill memory
@@ -69,7 +69,7 @@ class StreamedAnswer:
         self._add(self._reasoning, _text(delta.get("reasoning_content") or delta.get("reasoning")))
         for call in delta.get("tool_calls") or []:
             self._take_call(call)
-        if (reason := choice.get("finish_reason")) is not None:
+        if reason := choice.get("finish_reason"):
             self.finish_reason = str(reason)
 
     def _add(self, parts: list[str], text: str) -> None:
@@ -105,13 +105,15 @@ class StreamedAnswer:
         """The answer as a message, `finish_reason` included: `stop`, `length` or `tool_calls`.
 
         Raises:
-            Fault: it is not whole, empty, filtered, or no text; `usage` is what it cost.
+            Fault: it is not whole, empty, filtered, or no text, or ends within a call; `usage` is what it cost.
         """
         finish_reason = self._finish(usage)
         message: Message = {"role": "assistant", "content": _joined(self._text, usage)}
         if reasoning := _joined(self._reasoning, usage):
             message["reasoning_content"] = reasoning
         calls = [call for call in self._calls if call["function"]["name"]]
+        if calls and finish_reason == "length":
+            raise Fault("cut-tool-call", kind=FaultKind.ROW, usage=usage, charged=True)
         if calls:
             message["tool_calls"] = [_whole_call(call, usage) for call in calls]
         if not calls and not message["content"].strip() and not reasoning.strip():

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import glob
 import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,17 +72,19 @@ def regenerate(
         Interrupted: Ctrl-C or SIGTERM, after answers in flight had their time.
     """
     urls = list(servers or cfg.servers)
+    if not inputs:
+        raise ConfigError("no input is named", "regenerate.sources", "for example: eyas regenerate chats.jsonl")
     if not urls:
         raise ConfigError("no server is named", "regenerate.servers", "--server http://localhost:30000/v1")
     session = _Session(out, cfg, model or cfg.model, retry_failed)
     session.check_settings()
+    _check_out(out, inputs)
     opened = open_sources([*inputs])
-    _check_out(out, opened)
     key = os.environ.get(cfg.api_key_env, "").strip()
     clients = [OpenAIClient(url, key) for url in dict.fromkeys(urls)]
     began, report = time.monotonic(), RegenerateReport()
     with Answers(out) as answers, RunView(console or Console(stderr=True), report) as view:
-        pool = ServerPool(clients, cfg.away_s, view.say)
+        pool = ServerPool(clients, cfg.away_s, view.say, cfg.retry_wait_s)
         try:
             run = asyncio.run(session.work(opened, answers, pool, report, view))
             if report.complete:
@@ -92,8 +96,9 @@ def regenerate(
             raise
         finally:
             report.totals, report.seconds = answers.totals, time.monotonic() - began
-            with suppress(OSError):  # a full disk has been told of
-                report.write(paths_of(out)[3])
+            if not answers.worthless:
+                with suppress(OSError):  # a full disk has been told of
+                    report.write(paths_of(out)[3])
     if report.complete and not report.finished - report.skipped.total():
         first = next((f"; the first: {texts[0]}" for texts in report.examples.values()), "")
         reasons = ", ".join(f"{reason} {count}" for reason, count in report.skipped.most_common()) or "no rows"
@@ -117,8 +122,7 @@ class _Session:
     @property
     def longest_answer(self) -> int:
         """Tokens; reasoning models of some servers know the limit by another name."""
-        other = self.cfg.extra_body.get("max_completion_tokens")
-        return other if isinstance(other, int) else self.cfg.max_tokens
+        return self.cfg.extra_body.get("max_completion_tokens", self.cfg.max_tokens)
 
     def check_settings(self) -> None:
         """Raises ConfigError for fields of `extra_body` that are not for it."""
@@ -127,6 +131,9 @@ class _Session:
                 raise ConfigError(f"extra_body may not hold {name}", "regenerate.extra_body", "the run sets it")
             if name in _SETTINGS:
                 raise ConfigError(f"extra_body may not hold {name}", "regenerate.extra_body", f"set regenerate.{name}")
+        longest = self.cfg.extra_body.get("max_completion_tokens", 1)
+        if type(longest) is not int or longest < 1:
+            raise ConfigError("max_completion_tokens is a number of tokens", "regenerate.extra_body", str(longest))
 
     async def work(
         self, inputs: list[Input], answers: Answers, pool: ServerPool, report: RegenerateReport, view: RunView
@@ -224,12 +231,24 @@ def _check_model(model: str, listing: Listing) -> None:
     raise ConfigError("the server does not know the model", model, f"it lists {', '.join(near)}")
 
 
-def _check_out(out: Path, inputs: Sequence[Input]) -> None:
+def _check_out(out: Path, inputs: Sequence[SourceConfig | Path | str]) -> None:
+    """The output is a file of its own, also once it is there."""
     if out.suffix != ".jsonl":
         raise ConfigError("the output is JSON lines", out, "name it .jsonl")
     if out.is_dir():
         raise ConfigError("the output is a folder", out, "name a file")
-    ours = {path.resolve() for path in paths_of(out)}
     for one in inputs:
-        if Path(one.path).resolve() in ours:
-            raise ConfigError("the output is among the inputs", one.path, "name another --out, or other inputs")
+        given = one.path if isinstance(one, SourceConfig) else str(one)
+        if any(_reads(given, path.resolve()) for path in paths_of(out)):
+            raise ConfigError("the output is among the inputs", given, "name another --out, or other inputs")
+
+
+def _reads(given: str, path: Path) -> bool:
+    """Whether an input, a folder or a pattern would take `path` for data."""
+    try:
+        spec = Path(given).expanduser().resolve()
+    except (RuntimeError, ValueError, OSError):  # whoever opens it says what is wrong with it
+        return False
+    if "**" in given:
+        return fnmatch(str(path), str(spec).replace("**/", "*"))
+    return any(spec == one or (glob.has_magic(given) and one.match(str(spec))) for one in (path, *path.parents))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 import threading
@@ -29,6 +30,7 @@ from eyas.errors import ConfigError, EngineError, EyasError, Interrupted, StoreE
 _BATCH_ROWS: Final = 64
 _LONGEST_WAIT_S: Final = 60.0
 _HOPELESS_ROWS: Final = 50
+_BUSY_TRY: Final = 0.5  # of a try is what a busy server costs, which says little about the row
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -41,6 +43,7 @@ class _Ask:
     messages: list[dict[str, Any]]
     tools: object
     tries: int = 0
+    spent: float = 0.0  # of `attempts`
 
 
 @dataclass(slots=True)
@@ -214,17 +217,20 @@ class Run:
         """One answer, after as many tries as it takes; durable."""
         cfg = self.job.cfg
         retrying = stamina.AsyncRetryingCaller(
-            attempts=cfg.attempts,
+            attempts=math.ceil(cfg.attempts / _BUSY_TRY),
             timeout=None,
             wait_initial=cfg.retry_wait_s,
             wait_max=max(_LONGEST_WAIT_S, cfg.retry_wait_s),
             wait_jitter=cfg.retry_wait_s,
         )
-        return await retrying(self._again, self._attempt, ask)
+        return await retrying(lambda error: self._again(error, ask), self._attempt, ask)
 
-    def _again(self, error: Exception) -> bool | float:
+    def _again(self, error: Exception, ask: _Ask) -> bool | float:
         """Whether a failed try is repeated; seconds, where the server named them."""
         if not isinstance(error, Fault) or error.kind is not FaultKind.RETRY or self._stop.is_set():
+            return False
+        ask.spent += _BUSY_TRY if error.busy else 1
+        if ask.spent >= self.job.cfg.attempts:
             return False
         if error.retry_after_s and not self.job.pool.has_free():
             return error.retry_after_s + random.uniform(0, self.job.cfg.retry_wait_s)
@@ -254,7 +260,9 @@ class Run:
         reserved = await job.budget.reserve(worst)
         of = ""
         try:
-            of = job.answers.asked(reserved)
+            of = job.answers.asked(reserved.amount)
+            if job.budget.limit is not None:
+                await job.answers.synced()  # a power loss must not forget what is being spent
             ask.tries += 1
             reply = await job.pool.ask(ask.request)
         except Fault as fault:

@@ -1,4 +1,9 @@
-"""Several servers of one model: the one with the fewest in flight is asked next; one that went away is rested."""
+"""Several servers of one model: the one with the fewest in flight is asked next; one in trouble is rested.
+
+A server that is away gets one request at a time until it answers. One that is busy (429, 502, 503, ...) gets no more at
+once than it held when it said so, and slowly more as it answers; while it answers none, pauses grow. The pause is the
+server's, not the row's: rows that wait for it use up no attempts.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,8 @@ from eyas.errors import ConfigError, EngineError
 
 _FIRST_REST_S: Final = 1.0
 _LONGEST_REST_S: Final = 15.0
+_LONGEST_PAUSE_S: Final = 60.0
+_MORE: Final = 0.25  # requests at once, for each answer of a server that was busy
 _LOOK_AGAIN_S: Final = 0.2
 
 
@@ -22,8 +29,10 @@ class _Server:
     client: OpenAIClient
     in_flight: int = 0
     rest_until_s: float = -math.inf
-    rest_s: float = 0.0  # of the last rest, while it is away
+    rest_s: float = 0.0  # of the last rest, while it is in trouble
     away_since_s: float | None = None
+    busy_since_s: float | None = None
+    most: float = math.inf  # requests that it takes at once
     probing: bool = False  # a request is finding out whether it is back
 
 
@@ -31,16 +40,19 @@ class ServerPool:
     """Asks one of `clients`, whichever is there.
 
     Args:
-        away_s: how long all may be away before asking raises.
+        away_s: how long all may be in trouble before asking raises.
         note: is told of servers that go and come back.
+        pause_s: first pause of a busy server that names none.
 
     Attributes:
         asking: tasks that have a request at a server now.
     """
 
-    def __init__(self, clients: Sequence[OpenAIClient], away_s: float, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, clients: Sequence[OpenAIClient], away_s: float, note: Callable[[str], None], pause_s: float = 1.0
+    ) -> None:
         self._servers = [_Server(client) for client in clients]
-        self._away_s, self._note = away_s, note
+        self._away_s, self._note, self._pause_s = away_s, note, pause_s
         self.asking: set[asyncio.Task[object]] = set()
 
     async def close(self) -> None:
@@ -83,12 +95,13 @@ class ServerPool:
 
         Raises:
             Fault: the try failed.
-            EngineError: all servers have been away for too long; or no row would fare better.
+            EngineError: all servers have been in trouble for too long; or no row would fare better.
         """
         task = asyncio.current_task()
         while True:
             server = await self._pick()
             server.in_flight += 1
+            began = _now()
             probe = server.away_since_s is not None
             server.probing |= probe
             if task:
@@ -100,11 +113,13 @@ class ServerPool:
                 continue
             except Fault as fault:
                 self._is_back(server)
-                if fault.retry_after_s:
-                    server.rest_until_s = max(server.rest_until_s, _now() + fault.retry_after_s)
+                if fault.busy:
+                    self._ease(server, fault.retry_after_s or 0.0, began)
                 raise
             else:
                 self._is_back(server)
+                server.busy_since_s, server.rest_s = None, 0.0
+                server.most += _MORE
                 return reply
             finally:
                 server.in_flight -= 1
@@ -126,18 +141,35 @@ class ServerPool:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     def _is_ready(self, server: _Server, now: float) -> bool:
-        if server.rest_until_s > now:
+        if server.rest_until_s > now or server.in_flight + 1 > server.most:
             return False
         # One request finds out whether a server is back; the others wait for what it meets.
         return server.away_since_s is None or not server.probing
 
     def _check_patience(self, now: float) -> None:
-        since = [server.away_since_s for server in self._servers]
-        if all(at is not None and now - at > self._away_s for at in since):
+        if all(self._is_hopeless(server, now) for server in self._servers):
             where = ", ".join(server.client.url for server in self._servers)
             raise EngineError(
                 f"no server has answered for {self._away_s:g} s", where, "start one again; the same command goes on"
             )
+
+    def _is_hopeless(self, server: _Server, now: float) -> bool:
+        if server.away_since_s is not None:
+            return now - server.away_since_s > self._away_s
+        if server.busy_since_s is None or server.in_flight:
+            return False
+        return now - server.busy_since_s > self._away_s
+
+    def _ease(self, server: _Server, asked_s: float, began: float) -> None:
+        """A busy server is given less to do, and a pause; `began` is when it was asked."""
+        now = _now()
+        server.most = max(1, server.in_flight - 1)
+        if began >= server.rest_until_s:  # else this is one more of those that were sent before the pause
+            server.rest_s = min(max(self._pause_s, 2 * server.rest_s), _LONGEST_PAUSE_S)
+            server.rest_until_s = now + server.rest_s
+        server.rest_until_s = max(server.rest_until_s, now + asked_s)
+        if server.busy_since_s is None:
+            server.busy_since_s = server.rest_until_s
 
     def _rest(self, server: _Server, away: ServerAway) -> None:
         now = _now()
