@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import lzma
 import pickle
 import tarfile
 import tracemalloc
@@ -114,8 +115,32 @@ def test_a_list_on_the_first_line_makes_no_array_of_a_file_of_lines(tmp_path: Pa
         found = rows(tmp_path / "a.jsonl", first + b"\n" + lines(ROWS))
         assert reasons(found) == [(1, DropReason.NOT_AN_OBJECT)]
         assert ids(found) == ALL
-    assert inspect_of(tmp_path, b'[{"prompt": "Hi"}]\n\n') is Kind.ARRAY
-    assert inspect_of(tmp_path, b'[{"prompt": "Hi"},\n{"prompt": "Hi"}]') is Kind.ARRAY
+
+
+@pytest.mark.parametrize(
+    "first", [b"[" * 100_000 + b"]" * 100_000, b'[{"role": "user"', b"[1, 2", b"[1] 2", b"[INST] Hi"]
+)
+def test_a_broken_list_on_the_first_line_costs_no_other(tmp_path: Path, first: bytes) -> None:
+    for more in (b"\n", b'\n{"deep": ' + b"[" * 100_000 + b"\n", b"\n\n{\n"):
+        found = rows(tmp_path / "a.jsonl", first + more + lines(ROWS))
+        assert 1 in [line for line, _ in reasons(found)]
+        assert ids(found) == ALL
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'[{"prompt": "Hi"}]\n\n',
+        b'[{"prompt": "Hi"},\n{"prompt": "Hi"}]',
+        b'[\n{"prompt": "Hi"}\n]',
+        b'[{"prompt": "Hi"}\n,\n{"prompt": "Hi"}\n]',
+        b'[{"prompt": "Hi"}\n,{"prompt": "Hi"}]',
+        b'[{"prompt":\n{"a": 1}\n}]',
+        b'[{"messages": [\n{"a": 1}\n]}]',
+    ],
+)
+def test_arrays_over_some_lines(tmp_path: Path, data: bytes) -> None:
+    assert inspect_of(tmp_path, data) is Kind.ARRAY
 
 
 def inspect_of(folder: Path, data: bytes, name: str = "any") -> Kind:
@@ -199,6 +224,15 @@ FOREIGN = {
     "zeros": (bytes(5000), "zero bytes"),
     "Python": (b"{'messages': []}", "JSON"),
     "arrow": (b"ARROW1\0\0", "Arrow"),
+    "LZ4": (b"\x04\x22\x4d\x18" + bytes(50), "LZ4"),
+    "LZMA": (lzma.compress(TEXT.encode(), format=lzma.FORMAT_ALONE), "LZMA"),
+    "Snappy": (b"\xff\x06\0\0sNaPpY" + bytes(50), "Snappy"),
+    "encrypted Parquet": (b"PARE" + bytes(50), "encrypted"),
+    "XML": (b"<?xml version='1.0'?>\n<a/>", "HTML"),
+    "JSON text sequence": (b'\x1e{"messages": []}\n', "starts with"),
+    "JSONP": (b'cb([{"messages": []}, 1]);', "starts with"),
+    "lines that end at CR": (lines(ROWS, "\r"), "CR alone"),
+    "lines that end at CR, but the last": (lines(ROWS, "\r") + b"\n", "CR alone"),
     "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS"),
     "wrapped": (array(ROWS).join([b'{"data": ', b"}"]), "field: data"),
     "wrapped, pretty": (json.dumps({"v": 1, "data": ROWS}, indent=1).encode(), "field: data"),
@@ -222,6 +256,28 @@ def test_what_is_no_data_is_told_before_any_work(tmp_path: Path, shape: str, nam
         with pytest.raises(ConfigError, match=told) as error:
             inspect(tmp_path / name)
         assert name in error.value.where
+
+
+@pytest.mark.parametrize(
+    "data", [b"\0asm\1\0\0\0", b"Hi\n\0\0\0\0", bytes(range(256)), b"one\rtwo\rthree\r", b"one\rtwo\n"]
+)
+def test_what_is_no_list_of_prompts(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(ConfigError, match=r"binary|CR alone"):
+        inspect_of(tmp_path, data, "a.txt")
+
+
+@pytest.mark.parametrize("prompt", ["ORCA whales", "<b>bold</b> what is it?", "<think>", "<<<<<<< HEAD", "a < b?"])
+def test_prompts_that_look_like_other_files(tmp_path: Path, prompt: str) -> None:
+    (tmp_path / "a.txt").write_text(f"{prompt}\nHi\r\n")
+    row, hi = (raw.payload for raw in read_file(tmp_path / "a.txt", inspect(tmp_path / "a.txt"), ""))
+    assert (row, hi) == ({"prompt": prompt}, {"prompt": "Hi"})
+
+
+def test_marks_of_a_merge_cost_no_row(tmp_path: Path) -> None:
+    data = b"<<<<<<< HEAD\n" + lines(ROWS) + b"=======\n>>>>>>> main\n"
+    found = rows(tmp_path / "a.jsonl", data)
+    assert ids(found) == ALL
+    assert len(reasons(found)) == 3
 
 
 def test_errors_that_quote_a_file_drive_no_terminal(tmp_path: Path) -> None:
@@ -283,6 +339,17 @@ def test_a_cut_file_gives_the_rows_before_the_cut_and_one_fault(tmp_path: Path, 
     assert ids(good) == [row["id"] for row in MANY[: len(good)]]
     assert len(good) >= 2499
     assert last.line == len(good) + 1
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_a_file_cut_before_its_first_byte_of_text_is_not_empty(tmp_path: Path, compression: str) -> None:
+    whole = COMPRESS[compression](COMPRESS[compression](lines(ROWS)))
+    for size in (6, 7, 8, 10, 12):
+        with pytest.raises(ConfigError, match=r"cannot decompress|is damaged"):
+            inspect_of(tmp_path, whole[:size])
+    if compression == "gz":
+        with pytest.raises(ConfigError, match=r"cannot decompress|is damaged"):
+            inspect_of(tmp_path, whole[:2])
 
 
 @pytest.mark.parametrize("compression", ["gz", "bz2", "xz", "zst"])

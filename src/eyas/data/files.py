@@ -17,6 +17,7 @@ import re
 import stat
 from collections.abc import Iterator
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any, Final
 
@@ -155,8 +156,14 @@ _FOREIGN: Final = {
     b"\x93NUMPY": "a NumPy array",
     b"SQLite format 3": "a SQLite database",
     b"Obj\x01": "an Avro file",
-    b"ORC": "an ORC file",
+    b"PARE": "an encrypted Parquet file",
+    b"FEA1": "a Feather file",
     b"7z\xbc\xaf": "a 7z archive",
+    b"\x04\x22\x4d\x18": "compressed by LZ4",
+    b"\x5d\0\0": "compressed by LZMA; xz compresses it as a kind that is read",
+    b"LZIP": "compressed by lzip",
+    b"\x1f\x9d": "compressed by compress",
+    b"\xff\x06\0\0sNaPpY": "compressed by Snappy",
     b"Rar!": "a RAR archive",
     b"\x7fELF": "a program",
     b"version https://git-lfs": "a Git LFS pointer, not the file itself (git lfs pull fetches it)",
@@ -164,6 +171,8 @@ _FOREIGN: Final = {
 _UTF16: Final = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff", b"{\x00", b"[\x00", b"\x00{", b"\x00[")
 _BLANK_AND_BOM: Final = _BOM + b" \t\r\n"
 _KNOWN: Final = "known: JSON lines, a JSON array, Parquet, .txt with one prompt a line; text may be compressed"
+_MARKUP: Final = re.compile(rb"<(!doctype|!--|\?xml|html|head|body|svg)\b", re.IGNORECASE)
+_CR_BETWEEN_ROWS: Final = re.compile(rb"\}[ \t]*\r[ \t\r]*\{")  # CR is blank to JSON, and two objects are two rows
 _LIST_OF_OBJECTS: Final = re.compile(rb'"((?:[^"\\]|\\.){1,64})"\s*:\s*\[\s*\{')
 
 
@@ -185,7 +194,8 @@ def inspect(path: Path, field: str | None = None) -> Kind:
     except ValueError as error:  # a NUL in the name
         raise ConfigError("cannot read the input file", repr(str(path)), str(error)) from error
     if not head:
-        what = f"cannot decompress the input file ({compressed})" if fault else "the input file is empty"
+        failed = f"cannot decompress the input file ({compressed})" if compressed else "cannot read the input file"
+        what = failed if fault else "the input file is empty"
         raise ConfigError(what, name, fault)
     if head.startswith(b"PAR1"):
         return _parquet(path, compressed, field)
@@ -231,7 +241,7 @@ def _foreign(head: bytes) -> str:
         return "a tar archive"
     if layer := compression_of(head):
         return f"compressed too many times ({layer})"
-    if head.lstrip(_BLANK_AND_BOM).startswith(b"<"):
+    if _MARKUP.match(head.lstrip(_BLANK_AND_BOM)):
         return "HTML or XML"
     return next((name for magic, name in _FOREIGN.items() if head.startswith(magic)), "")
 
@@ -240,12 +250,16 @@ def _text_kind(path: Path, text: bytes, whole: bool) -> Kind:
     is_txt = _is_txt(path)
     first, _, rest = text.partition(b"\n")
     more = bool(rest.strip()) or not whole
+    if b"\n" not in text.rstrip() and (_CR_BETWEEN_ROWS.search(text) or (is_txt and b"\r" in text.rstrip())):
+        hint = r"tr '\r' '\n' < FILE makes it readable"
+        raise ConfigError("the lines of the input file end at CR alone", display(path), hint)
     match text[:1]:
         case b"{" if not is_txt or isinstance(_parsed(first), dict):
             return _object_kind(path, text, whole)
         case b"[" if not is_txt or re.match(rb'\[\s*\{\s*"', text):
-            # A list on the first line, and more lines: each line is a row, and no row is a list.
-            return Kind.LINES if more and rest and isinstance(_parsed(first), list) else Kind.ARRAY
+            return Kind.LINES if more and rest and _is_line(first, rest) else Kind.ARRAY
+        case _ if is_txt and b"\0" in text:
+            raise ConfigError("unknown kind of input file: binary, with zero bytes", display(path), _KNOWN)
         case _ if is_txt:
             return Kind.TEXT
         case _:
@@ -253,6 +267,18 @@ def _text_kind(path: Path, text: bytes, whole: bool) -> Kind:
             if any(re.match(rb'\s*\{\s*"', line) or _is_json(line) for line in lines):
                 return Kind.LINES  # some lines are bad, the first too
             raise ConfigError("the input file is not JSON", display(path), f"{_guess(first)}; {_KNOWN}")
+
+
+def _is_line(first: bytes, rest: bytes) -> bool:
+    """Whether a line that opens a list is a row among rows, though no row is a list, and not the start of an array:
+    the list is closed on it, or an object that has a line of its own follows a line that asks for none."""
+    if isinstance(_parsed(first), list):
+        return True
+    lines = [first, *(line for line in rest.split(b"\n") if line.strip())][:1000]
+    return any(
+        isinstance(_parsed(line), dict) and not before.rstrip().endswith((b"[", b"{", b",", b":"))
+        for before, line in pairwise(lines)
+    )
 
 
 def _unlike_json(head: bytes) -> bool:
@@ -265,7 +291,7 @@ def _guess(first: bytes) -> str:
         return "it starts with zero bytes; was it written to the end?"
     if start.startswith((b"---", b"- ")) or re.match(rb"[\w-]+:(\s|$)", start):
         return "YAML?"
-    if re.fullmatch(rb"[^,;\t]+([,;\t][^,;\t]*)+", start):
+    if re.fullmatch(rb"[^,;\t{\[(\x00-\x1f]+([,;\t][^,;\t]*)+", start):
         return "CSV?"
     return f"it starts with {start[:40].decode('utf-8', 'replace')!a}"
 

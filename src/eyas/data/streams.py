@@ -92,7 +92,13 @@ def open_stream(path: Path) -> Iterator[Stream]:
 def _open(path: Path, stack: ExitStack) -> tuple[Any, list[str]]:
     raw: Any = stack.enter_context(path.open("rb", buffering=_RAW_BYTES))
     layers: list[str] = []
-    while len(layers) < _MOST_LAYERS and (layer := compression_of(_peek(raw))):
+    while len(layers) < _MOST_LAYERS:
+        try:
+            layer = compression_of(raw.peek(8)[:8])
+        except _ERRORS as error:  # of the layer before; asked once more, it would say that all was read
+            return _Broken(error), layers
+        if not layer:
+            break
         layers.append(layer)
         match layer:
             case "gzip":
@@ -107,6 +113,16 @@ def _open(path: Path, stack: ExitStack) -> tuple[Any, list[str]]:
     return raw, layers
 
 
+class _Broken:
+    """A layer that gave its error before it gave a byte."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def read1(self, size: int) -> bytes:
+        raise self._error
+
+
 def compression_of(head: bytes) -> str:
     """Name of the compression that starts with these bytes; empty for none."""
     for magic, name in _MAGIC.items():
@@ -114,10 +130,3 @@ def compression_of(head: bytes) -> str:
             return name
     is_skippable = len(head) >= 4 and 0x50 <= head[0] <= 0x5F and head[1:4] == _ZSTD_SKIPPABLE
     return "zstd" if is_skippable else ""
-
-
-def _peek(raw: Any) -> bytes:
-    try:
-        return raw.peek(8)[:8]
-    except _ERRORS:  # told when it is read
-        return b""
