@@ -98,6 +98,36 @@ def test_ids_of_every_type_become_texts(tmp_path: Path, kind: pa.DataType) -> No
     assert isinstance(row.id, str)
 
 
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pa.timestamp("us", tz="Mars/Olympus"), 1),
+        (pa.timestamp("us", tz="UTC"), -(2**62)),
+        (pa.timestamp("ms"), 2**62),
+        (pa.timestamp("ns"), 1),
+        (pa.duration("s"), 10**15),
+        (pa.time64("ns"), 1),
+        (pa.date64(), 86_400_000 * 10**8),
+    ],
+)
+def test_times_that_python_does_not_know_cost_no_row(tmp_path: Path, kind: pa.DataType, value: int) -> None:
+    pq.write_table(pa.table({"id": pa.array([value, None], kind), "prompt": ["Hi", "Ho"]}), tmp_path / "t")
+    first, second = read(tmp_path / "t")
+    assert isinstance(first, Chat)
+    assert first.id
+    assert isinstance(second, Chat)
+
+
+@pytest.mark.parametrize("name", ["prompt", "response", "id", "images"])
+def test_a_column_that_is_there_twice(tmp_path: Path, name: str) -> None:
+    names = [*dict.fromkeys(["prompt", "response", name]), name]
+    pq.write_table(pa.table([pa.array(["x"])] * len(names), names=names), tmp_path / "t")
+    with pytest.raises(ConfigError, match=f"two columns.*{name}"):
+        read(tmp_path / "t")
+    pq.write_table(pa.table([pa.array(["x"])] * 3, names=["prompt", "other", "other"]), tmp_path / "t")
+    assert isinstance(read(tmp_path / "t")[0], Chat)
+
+
 def test_maps_dictionaries_and_large_lists(tmp_path: Path) -> None:
     struct = pa.struct([("role", pa.string()), ("content", pa.large_string())])
     table = pa.table(

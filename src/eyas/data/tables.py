@@ -31,7 +31,7 @@ def check_table(path: Path, name: str) -> None:
     """Whether a Parquet file can be read and has a column that makes a row.
 
     Raises:
-        ConfigError: it is damaged, or has no such column.
+        ConfigError: it is damaged, has no such column, or has one twice.
     """
     try:
         with pq.ParquetFile(path) as table:
@@ -43,6 +43,8 @@ def check_table(path: Path, name: str) -> None:
         raise ConfigError(
             "unknown columns in the Parquet file", name, f"found {printable(columns)}; expected {EXPECTED}"
         )
+    if twice := next((column for column in found if column in {*READ, *MEDIA} and found.count(column) > 1), None):
+        raise ConfigError(f"two columns of the Parquet file are called {twice}", name, "rename one of them")
 
 
 def table_rows(path: Path) -> Iterator[TableRow]:
@@ -115,7 +117,18 @@ def _not_null(column: pa.Array) -> list[bool]:
     return column.is_valid().to_pylist()
 
 
+def _untimed(column: pa.Array) -> pa.Array:
+    """Times as text or numbers: Python has no year 100,000 and may not know a time zone; ids at most are times."""
+    if not pa.types.is_temporal(column.type):
+        return column
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowException:
+        return column.cast(pa.int64())
+
+
 def _python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | tuple[DropReason, str]]:
+    batch = pa.RecordBatch.from_arrays([_untimed(column) for column in batch.columns], names=batch.schema.names)
     try:
         columns = [_values(column) for column in batch.columns]
     except _ERRORS:  # some row; its neighbours are good
