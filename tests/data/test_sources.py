@@ -58,6 +58,25 @@ def test_a_folder_is_its_data_files_sorted_and_those_below_it(tree: Path) -> Non
     )
 
 
+def test_what_prepare_wrote_in_a_folder_is_not_read_again(tree: Path) -> None:
+    before = open_sources([tree])
+    for folder in (tree / "corpus", tree / "below" / "corpus"):
+        folder.mkdir(parents=True)
+        for name in ("prompts.jsonl", "dropped.jsonl", "summary.json", "corpus.parquet", "holdout.parquet"):
+            (folder / name).write_text('{"prompt": "Hi"}\n')
+    assert open_sources([tree]) == before
+    with pytest.raises(ConfigError, match="no data"):
+        open_sources([tree / "corpus"])
+    assert len(open_sources([tree / "corpus" / "prompts.jsonl"])) == 1
+    (tree / "corpus" / "mine.jsonl").write_text('{"prompt": "Hi"}\n')
+    assert [one.source for one in open_sources([tree / "corpus"])] == ["mine"]
+
+
+def test_an_empty_name_is_not_the_folder_at_hand() -> None:
+    with pytest.raises(ConfigError, match="without a name"):
+        open_sources([""])
+
+
 @pytest.mark.parametrize(
     ("pattern", "found"),
     [

@@ -22,6 +22,7 @@ from eyas.config import SourceConfig
 from eyas.data.files import Kind, inspect, read_file
 from eyas.data.layouts import parse
 from eyas.data.names import COMPRESSED, SUFFIXES, display, stem
+from eyas.data.outfolder import DROPPED_FILE, FILES, SUMMARY_FILE
 from eyas.data.rows import Fault, Raw, Row
 from eyas.errors import ConfigError
 
@@ -117,6 +118,8 @@ def read_chats(path: Path) -> Iterator[Row]:
 
 def _expand(given: str) -> list[Path]:
     """Files, and folders that are data sets of their own."""
+    if not given:  # else it would be the folder at hand
+        raise ConfigError("an input without a name", "''", "is a variable of the shell empty?")
     try:
         path = Path(given).expanduser()
         there = path.exists()
@@ -129,7 +132,8 @@ def _expand(given: str) -> list[Path]:
     folders = [] if "**" in given else [Path(name) for name in found if Path(name).is_dir()]
     files = sorted({*files, *(file for folder in folders for file in _folder(folder))})
     if not files:
-        raise ConfigError("no file matches", display(given))
+        hint = "a bracket that is part of a name is written [[]" if "[" in given else ""
+        raise ConfigError("no file matches", display(given), hint)
     return files
 
 
@@ -143,7 +147,8 @@ def _folder(folder: Path) -> list[Path]:
 
     for parent, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in files if _is_data(name)]
+        ours = FILES if {SUMMARY_FILE, DROPPED_FILE}.issubset(files) else ()  # what `prepare` wrote is no input
+        found += [Path(parent, name) for name in files if _is_data(name) and name not in ours]
     if not found:
         raise ConfigError("no data in the folder", display(folder), f"known suffixes: {', '.join(SUFFIXES)}")
     return sorted(found)
