@@ -24,6 +24,17 @@ def test_each_tool_must_be_named() -> None:
     assert tools_fault([tool("")], "anything") is not None
 
 
+def test_a_name_that_the_words_hold_is_no_tool_and_no_call() -> None:
+    asked = "you are helpful\nlook for it"
+    assert tools_fault([tool("look")], asked, asked) is not None
+    assert tools_fault([tool("look")], "look: ...\n" + asked, asked) is None
+    for said in ({"content": " I look. "}, {"content": "", "reasoning_content": "I look."}):
+        message = {**call({}), **said}
+        assert calls_fault(message, "I look.<end>", "I look.<end>") is not None
+        assert calls_fault(message, "I look.<call>look<end>", "I look.<call>look<end>") is None
+        assert calls_fault(message, "<call>look<end>", "<call>look<end>") is None
+
+
 @pytest.mark.parametrize("text", ['a\n"é"', r"a\n\"é\"", r"a\n\"\u00e9\""])
 def test_a_result_may_be_there_as_it_is_or_as_json(text: str) -> None:
     assert results_fault([{"role": "tool", "content": ' a\n"é" '}], f"<{text}>") is None

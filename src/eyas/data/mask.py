@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -173,7 +174,13 @@ class Masker:
             turns = self._turns(talk)
         except TEMPLATE_ERRORS as error:
             return Rejected(DropReason.TEMPLATE_ERROR, f"{type(error).__name__}: {error}")
-        return _tool_fault(talk, turns) or self._rows(turns, notes)
+        return _tool_fault(talk, turns, self._bare_prompt(talk)) or self._rows(turns, notes)
+
+    def _bare_prompt(self, talk: _Talk) -> str:
+        """The prompt of the first answer without the tools; empty without tools, or where the template wants them."""
+        with suppress(*TEMPLATE_ERRORS):
+            return self._renderer.prompt(talk.messages[: _answers(talk.messages)[0] + 1]) if talk.tools else ""
+        return ""
 
     def _turns(self, talk: _Talk) -> list[_Turn]:
         """The answers, in order; the last one's text is the whole conversation's."""
@@ -275,10 +282,10 @@ def _attempts(messages: list[Message]) -> Iterator[tuple[list[Message], tuple[st
             yield other, notes
 
 
-def _tool_fault(talk: _Talk, turns: list[_Turn]) -> Rejected | None:
+def _tool_fault(talk: _Talk, turns: list[_Turn], bare: str) -> Rejected | None:
     first, last = turns[0], turns[-1]
     prompt = first.text[: first.emission.start] if first.emission else first.text
-    fault = tools_fault(talk.tools, prompt) or results_fault(talk.messages, last.text)
+    fault = tools_fault(talk.tools, prompt, bare) or results_fault(talk.messages, last.text)
     for turn in turns:
         emission = turn.emission
         said, rendered = (emission.value, turn.text[emission.start :]) if emission else (turn.text, turn.text)

@@ -6,14 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from eyas.data.repairs import thought_of
 from eyas.data.rows import DropReason, Message, Tool
 
 
-def tools_fault(tools: Sequence[Tool] | None, prompt: str) -> tuple[DropReason, str] | None:
-    """The first tool that the prompt does not name."""
+def tools_fault(tools: Sequence[Tool] | None, prompt: str, bare: str = "") -> tuple[DropReason, str] | None:
+    """The first tool that the prompt does not name oftener than the same prompt without tools, `bare`, does."""
     for tool in tools or ():
         name = _function(tool).get("name", "")
-        if not name or name not in prompt:
+        if not name or prompt.count(name) <= bare.count(name):
             return DropReason.TOOLS, f"the template does not render the tool {name!r}"
     return None
 
@@ -35,7 +36,7 @@ def calls_fault(message: Message, emission: str, turn: str) -> tuple[DropReason,
     for call in message.get("tool_calls") or ():
         function = _function(call)
         name, arguments = function.get("name", ""), function.get("arguments")
-        if not name or name not in emission:
+        if not name or name not in _besides_words(emission, message, name):
             return DropReason.TOOLS, f"the template does not render the call of {name!r}"
         if isinstance(arguments, str):
             if arguments.strip() not in turn:
@@ -43,6 +44,14 @@ def calls_fault(message: Message, emission: str, turn: str) -> tuple[DropReason,
         elif arguments and (literal := repr(arguments)) in turn and literal != _json(arguments):
             return DropReason.TOOLS, f"the template renders the arguments of {name!r} as a Python literal"
     return None
+
+
+def _besides_words(emission: str, message: Message, name: str) -> str:
+    """What a turn emits besides its words, where those hold the name too."""
+    for words in ((message.get("content") or "").strip(), thought_of(message)):
+        if name in words:
+            emission = emission.replace(words, "", 1)
+    return emission
 
 
 def _function(value: Mapping[str, Any]) -> Mapping[str, Any]:
