@@ -51,7 +51,15 @@ def encoded(inputs: list[Input], settings: EncodeSettings, template: Template, t
 
 def digest(found: Iterable[tuple[Chunk, EncodedChunk]]) -> list[object]:
     return [
-        (chunk.raws[0], len(chunk.raws), chunk.inputs, one.outcomes, one.tokens.tobytes(), one.loss_mask.tobytes())
+        (
+            chunk.raws[0],
+            len(chunk.raws),
+            chunk.inputs,
+            one.outcomes,
+            one.tokens.tobytes(),
+            one.loss_mask.tobytes(),
+            one.renamed,
+        )
         for chunk, one in found
     ]
 

@@ -110,6 +110,16 @@ def test_every_row_is_accounted_for(run: Run, tmp_path: Path) -> None:
     assert dropped == [("unknown-columns", str(first), 2), ("empty-answer", str(second), 6)]
 
 
+def test_roles_are_never_renamed_silently(run: Run, tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": 'Say {"role": "gpt"}'}, {"from": "GPT ", "value": "Hello."}]
+    mine = [{"role": "user", "content": "Hi"}, {"role": "my_model", "content": "Hello."}]
+    report = run(
+        jsonl(tmp_path / "a.jsonl", {"conversations": turns}, {"messages": mine}), roles={"My_Model": "assistant"}
+    )
+    assert report.renamed == {("human", "user"): 1, ("GPT ", "assistant"): 1, ("my_model", "assistant"): 1}
+    assert {"written": "human", "role": "user", "messages": 1} in run.summary["roles"]
+
+
 def test_prompts_are_input_for_another_run(run: Run, tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
     asked = [

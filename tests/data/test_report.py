@@ -68,6 +68,7 @@ def test_lines_fit_the_screen() -> None:
     for note in NOTES:
         found.keep("b", (note,))
     found.add("b", 10**9, 10**8)
+    found.renamed.update({("human", "user"): 5, ("very long " * 20, "assistant"): 3})
     found.filters = {
         "dedupe": {"by": "prompt", "dropped": 3},
         "decontaminate": {"rows": 80, "unread": 2, "dropped": 4},
@@ -80,7 +81,15 @@ def test_lines_fit_the_screen() -> None:
     for width in (80, 100):
         assert max(len(line.plain) for line in found.lines(width)) <= width
     text = text_of(found)
-    for part in ("…/file.jsonl:12345", "by prompt: 3", "4 rows dropped; 80", "left out", "seed 3", "set aside"):
+    for part in (
+        "…/file.jsonl:12345",
+        "by prompt: 3",
+        "4 rows dropped; 80",
+        "left out",
+        "seed 3",
+        "set aside",
+        "'human' is user: 5",
+    ):
         assert part in text
     assert "eyas extract out STORE" in text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from eyas.config import PrepareConfig
 from eyas.data.decontaminate import EvaluationIndex
 from eyas.data.dedupe import conversation_key, key_of, prompt_key, text_key
+from eyas.data.renamed import renamed_roles
 from eyas.data.rows import Chat, Dropped, DropReason, Preformatted, Sampled
 from eyas.data.sources import Raw, parse
 from eyas.data.template import Encoded, Rejected, Template, fit
@@ -87,12 +89,14 @@ class EncodedChunk:
     Attributes:
         tokens, loss_mask: int32 and uint8, of all kept rows, one after another.
         made_with: hashes of tokenizer and template.
+        renamed: (role as written, role given to the template) -> messages.
     """
 
     outcomes: list[Outcome]
     tokens: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.uint8]
     made_with: tuple[str, str]
+    renamed: Counter[tuple[str, str]]
 
     def rows(self) -> Iterator[tuple[Outcome, list[Encoded]]]:
         """Each outcome with the corpus rows it becomes."""
@@ -119,10 +123,13 @@ class ChunkEncoder:
         results = iter(self._template.encode_batch([row for row in rows if not isinstance(row, Dropped)]))
         outcomes: list[Outcome] = []
         kept: list[Encoded] = []
-        for row in rows:
+        renamed = Counter[tuple[str, str]]()
+        for raw, row in zip(raws, rows, strict=True):
             if isinstance(row, Dropped):
                 outcomes.append(row)
                 continue
+            if isinstance(row, Chat):
+                renamed.update(renamed_roles(raw.payload, self._cfg.roles))
             outcome, encoded = self._outcome(row, next(results))
             outcomes.append(outcome)
             kept += encoded
@@ -131,6 +138,7 @@ class ChunkEncoder:
             np.concatenate([row.tokens for row in kept]) if kept else np.empty(0, np.int32),
             np.concatenate([row.loss_mask for row in kept]) if kept else np.empty(0, np.uint8),
             (self._template.tokenizer_hash, self._template.template_hash),
+            renamed,
         )
 
     def _outcome(

@@ -119,6 +119,7 @@ def _fill(
             if isinstance(outcome, Kept) and taken and shown < show:
                 progress.print(render_sample(template, outcome, rows, progress.console))
                 shown += 1
+        books.report.renamed.update(encoded.renamed)
         progress.advance(chunk.inputs[-1], chunk.raws[-1])
     progress.say("writing the corpus")
     books.close()
@@ -135,7 +136,7 @@ class _Books:
         settings: EncodeSettings,
         meta: CorpusMeta,
     ) -> None:
-        self._folder, self._report, self._inputs, self._settings = folder, report, inputs, settings
+        self._folder, self.report, self._inputs, self._settings = folder, report, inputs, settings
         self._cfg = settings.cfg
         self._corpus = CorpusWriter(folder / CORPUS_FILE, meta)
         self._holdout = CorpusWriter(folder / HOLDOUT_FILE, meta) if self._cfg.holdout else None
@@ -179,8 +180,8 @@ class _Books:
                     self._drop(self._duplicate(dropped.file, dropped.line, dropped.source))
                     return False
                 self._prompts.write(outcome.text)
-                self._report.prompts += 1
-                self._report.drop(dropped)
+                self.report.prompts += 1
+                self.report.drop(dropped)
             case Dropped():
                 self._drop(outcome)
         return False
@@ -190,8 +191,8 @@ class _Books:
         if self._shuffle is not None:
             for row in self._shuffle.rows():
                 self._corpus.add(row.id, row.tokens, row.loss_mask, row.source)
-        self._report.digest = self._corpus.digest if self._report.rows else ""
-        self._report.filters = self._filters()
+        self.report.digest = self._corpus.digest if self.report.rows else ""
+        self.report.filters = self._filters()
         self._files.close()
         for writer in (self._corpus, self._holdout):
             if writer is not None and not writer.meta.rows:
@@ -199,7 +200,7 @@ class _Books:
 
     def _keep(self, outcome: Kept, rows: list[Encoded], weight: float) -> None:
         copies = self._copies_of(outcome.source, weight)
-        self._report.keep(outcome.source, outcome.notes)
+        self.report.keep(outcome.source, outcome.notes)
         if self._holdout is not None and _unit(self._cfg.seed, outcome.prompt_key) < self._cfg.holdout:
             for row in rows:
                 self._holdout.add(outcome.id, row.tokens, row.loss_mask, outcome.source)
@@ -209,7 +210,7 @@ class _Books:
         elif copies > 1:
             self._copies[outcome.source] += copies - 1
         for row in rows * copies:
-            self._report.add(outcome.source, len(row.tokens), int(np.count_nonzero(row.loss_mask)))
+            self.report.add(outcome.source, len(row.tokens), int(np.count_nonzero(row.loss_mask)))
             if self._shuffle is not None:
                 self._shuffle.add(PlainRow(outcome.id, outcome.source, row.tokens, row.loss_mask))
             else:
@@ -219,7 +220,7 @@ class _Books:
         """How often a row is seen: `weight` on average, the same for this row of its source in every run."""
         whole = math.floor(weight)
         part = weight - whole
-        row = b"%d %s" % (self._report.by_source[source].read, source.encode())
+        row = b"%d %s" % (self.report.by_source[source].read, source.encode())
         return whole + (1 if part and _unit(self._cfg.seed, row) < part else 0)
 
     def _is_duplicate(self, key: bytes, *, answered: bool) -> bool:
@@ -233,21 +234,21 @@ class _Books:
         if self._cfg.strict and row.reason not in CHOICES:
             hint = f"{row.reason}{f': {row.detail}' if row.detail else ''}; without strict it is dropped and counted"
             raise ConfigError("a row cannot be used", f"{row.file}:{row.line}", hint)
-        self._report.drop(row)
+        self.report.drop(row)
         fields = {"reason": row.reason, "file": row.file, "line": row.line, "detail": row.detail, "source": row.source}
         json.dump(fields, self._dropped, ensure_ascii=True)
         self._dropped.write("\n")
 
     def _filters(self) -> dict[str, dict[str, Any]]:
         """What the settings asked for, and what it did."""
-        cfg, dropped, found = self._cfg, self._report.dropped, dict[str, dict[str, Any]]()
+        cfg, dropped, found = self._cfg, self.report.dropped, dict[str, dict[str, Any]]()
         capped = {one.path: one.max_rows for i, one in enumerate(self._inputs) if one.max_rows == self._read[i]}
         if capped:
             found["max_rows"] = {"reached": capped}
         if cfg.max_tokens:
             found["max_tokens"] = {
                 "limit": cfg.max_tokens,
-                "cut": self._report.changed[CUT_AT_LIMIT],
+                "cut": self.report.changed[CUT_AT_LIMIT],
                 "dropped": dropped[DropReason.TOO_LONG],
             }
         if cfg.dedupe != "off":

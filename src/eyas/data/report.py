@@ -17,6 +17,7 @@ from eyas.data.rows import Dropped
 
 EXAMPLES: Final = 3  # kinds of detail shown for each reason
 SOURCES: Final = 12  # sources shown
+ROLES: Final = 8  # renamed roles shown
 
 REASONS: Final[dict[str, str]] = {
     "bad-utf8": "not UTF-8",
@@ -92,6 +93,7 @@ class PrepareReport:
         dropped: reason -> rows.
         examples: reason -> kinds of detail, numbers apart, each with its first row.
         changed: what was changed in rows that were kept -> rows.
+        renamed: (role as written, role given to the template) -> messages.
         rows, tokens, trained_tokens: of the corpus; rows may be split or weighted, so `rows` need not be `kept`.
         prompts: rows without an answer that wait in prompts.jsonl.
         by_source: label of an input -> its counts.
@@ -109,6 +111,7 @@ class PrepareReport:
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, dict[str, Example]] = field(default_factory=lambda: defaultdict(dict))
     changed: Counter[str] = field(default_factory=Counter)
+    renamed: Counter[tuple[str, str]] = field(default_factory=Counter)
     rows: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -161,6 +164,7 @@ class PrepareReport:
             "trained_tokens": self.trained_tokens,
             "prompts": self.prompts,
             "changed": dict(self.changed.most_common()),
+            "roles": [{"written": name, "role": role, "messages": n} for (name, role), n in self.renamed.most_common()],
             "by_source": {label: asdict(counts) for label, counts in self.by_source.items()},
             "filters": self.filters,
             "digest": self.digest or None,
@@ -188,6 +192,9 @@ class PrepareReport:
             lines.append(_fact("changed", f"{self.changed.total():,} notes on rows that were kept"))
         for note, count in self.changed.most_common():
             lines += _counted(note, count, self.read, NOTES.get(note, ""), width)
+        for number, ((name, role), count) in enumerate(self.renamed.most_common(ROLES)):
+            written = shortened(visible(name), 30)
+            lines.append(_fact("" if number else "roles", f"{written!r} is {role}: {count:,} messages"))
         lines += [_fact(name.replace("_", " "), text) for name, text in _filters(self)]
         lines += _by_source(self, width)
         share = f"{self.trained_tokens / self.tokens:.1%}" if self.tokens else "none"
