@@ -108,8 +108,8 @@ class OpenAIServer:
         try:
             while await self._request(reader, writer):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # cancelled at the end of `running`, which streams would report as an error
         finally:
             writer.close()
 

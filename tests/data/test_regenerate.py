@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from decimal import Decimal
 from email.utils import formatdate
@@ -734,6 +735,7 @@ def test_the_key_is_sent_and_is_in_no_file_and_no_output(
         prompts(source, "stop")
         with pytest.raises(EngineError) as stopped:
             regenerate([source], tmp_path / "out.jsonl", servers=[server.url], cfg=cfg, console=console)
+    assert KEY not in "".join(traceback.format_exception(stopped.value))
     assert {asked.authorization for asked in server.asked} == {f"Bearer {KEY}"}
     said = (
         "\n".join(report.lines())
@@ -808,6 +810,25 @@ def test_a_hang_does_not_keep_ctrl_c_longer_than_its_drain(tmp_path: Path) -> No
     document = json.loads((tmp_path / "out.summary.json").read_text())
     assert document["all_sessions"]["tries_of_unknown_cost"] == 1  # it was in flight: it may be charged
     assert (document["answered"], document["complete"]) == (1, False)
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path / "in.jsonl", *(f"p{i}|hang" for i in range(4))), tmp_path / "out.jsonl"
+    with running(OpenAIServer(plan=scripted)) as server:
+
+        def interrupt() -> None:
+            while len(server.asked) < 4:
+                time.sleep(0.01)
+            for _ in range(2):
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(Interrupted):
+            go(server, source, out, settings(timeout_s=60, drain_s=60, **PRICES))
+        assert time.monotonic() - began < 10
+    assert json.loads((tmp_path / "out.summary.json").read_text())["all_sessions"]["tries_of_unknown_cost"] == 4
 
 
 def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path) -> None:
