@@ -121,6 +121,34 @@ def test_what_is_unset_is_undefined(tokenizer: PreTrainedTokenizerBase) -> None:
     assert rendered(tokenizer, "{{ messages[0]['items'] }}", named) == "mine"
 
 
+@pytest.mark.parametrize("name", ["tools", "messages", "documents", "add_generation_prompt", "chat_template", "self"])
+def test_options_that_no_template_can_have(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"not an option.*{name}"):
+        Renderer(tokenizer, "m", {"mood": "glad", name: 1})
+    assert rendered(tokenizer, "{{ mood }}{{ bos_token }}", mood="glad", bos_token="<b>") == "glad<b>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ dict(a=1) }}{{ dict([('b', 2)]) | tojson }}{{ dict.fromkeys(['a', 'b'], 0) }}{{ dict.fromkeys('ab') }}",
+        "{{ {'é': '<b>&\u2028'} | tojson }}{{ {'b': [1], 'a': none} | tojson(indent=2, sort_keys=true) }}",
+        "{{ [1, 2.5, true] | tojson(separators=(',', ':'), ensure_ascii=true) }}{{ 'é' | tojson(ensure_ascii=true) }}",
+        "{% for m in messages %}\n  {% if loop.first %}{% continue %}{% endif %}\n {{ m.role }}\n{% endfor %}\n\n",
+        "{{ add_generation_prompt }}{% for m in messages %}{{ m.role }}\n{% break %}{% endfor %}\n\n",
+        "{% generation %} {{ messages[0].content }}\n {% endgeneration %}\n{{ eos_token }}{{ unk_token }}",
+        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+        "{{ messages[::-1][0]['content'] }}{{ messages[0].items() | list }}{{ 'a,b'.split(',')[-1].upper() }}",
+        "{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(messages[0].content) }}{{ messages[0].no }}{{ tools is none }}",
+        "{{ documents is none }}{{ add_generation_prompt }}{{ (messages | length) }}{{ messages[0]['content'][0] }}",
+    ],
+)
+def test_the_environment_is_that_of_transformers(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    found = rendered(tokenizer, template)
+    assert found == tokenizer.apply_chat_template(TALK, tokenize=False)  # type: ignore[arg-type]
+
+
 def test_a_template_for_tools_is_used_with_tools(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = {"default": "plain", "tool_use": "with {{ tools[0].function.name }}"}  # type: ignore[assignment]
     renderer = Renderer(tokenizer, "m", {})

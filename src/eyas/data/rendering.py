@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from inspect import signature
 from itertools import takewhile
 from typing import Any, Final, cast
 
@@ -44,6 +45,9 @@ TODAY: Final = datetime(2024, 7, 26, tzinfo=UTC)
 #: Names under which templates read an assistant's thought.
 REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 
+#: Names that options cannot have: a template has them from elsewhere, or `apply_chat_template` takes them for itself.
+_TAKEN: Final = frozenset(("self", "messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters))
+
 _PROBE: Final[Tool] = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 
 
@@ -61,13 +65,16 @@ class Renderer:
         options: passed to the template at every rendering.
 
     Raises:
-        ConfigError: no chat template, one that is no template, or one that does not say where an answer starts.
+        ConfigError: no chat template, one that is no template, one that does not say where an answer starts; or an
+            option that is none of the template's.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: str, options: Mapping[str, Any]) -> None:
         self._tokenizer, self._model, self._options = tokenizer, model, dict(options)
         if not tokenizer.chat_template:
             raise ConfigError("the model has no chat template", model, "use its instruct version")
+        if taken := sorted(_TAKEN & self._options.keys()):
+            raise ConfigError("not an option of a chat template", taken[0], "leave it out of the template options")
         # Some tokenizers bring Python code that prepares the messages: then only they can render.
         own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
         self._marks = tuple(f"\0{secrets.token_hex(8)}\0" for _ in range(2))
@@ -193,7 +200,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = TODAY.strftime
-        self.globals["dict"] = _make_dict  # not the type, whose methods would change any dictionary
+        self.globals["dict"] = _Dict()  # not the type, whose methods would change any dictionary
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -229,8 +236,14 @@ def _raise_exception(message: object) -> None:
     raise TemplateError(str(message))
 
 
-def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
+class _Dict:
+    """What is harmless of the type `dict`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
 
 
 def _tojson(
