@@ -268,6 +268,14 @@ def test_malformed_calls(calls: object) -> None:
     assert reason(to_messages, [{"from": "function_call", "value": calls}]) is DropReason.BAD_TOOLS
 
 
+@pytest.mark.parametrize("role", ["function_call", "tool_call"])
+@pytest.mark.parametrize("content", [None, "", [], {}, "[]", "null", "call it"])
+def test_a_call_that_holds_none_is_no_blank_answer(role: str, content: object) -> None:
+    with pytest.raises(BadRowError) as error:
+        to_messages([{"role": "user", "content": "Hi"}, {"role": role, "content": content}])
+    assert error.value.reason is DropReason.BAD_TOOLS
+
+
 def test_only_assistants_call_tools() -> None:
     assert reason(to_messages, [{**USER, "tool_calls": [CALL]}]) is DropReason.BAD_TOOLS
     for none in (None, [], "", "[]", "null"):

@@ -121,6 +121,8 @@ def _full_message(turn: dict[str, Any], i: int, roles: Mapping[str, str]) -> Mes
         (turn[key] for key in ("tool_calls", "function_call") if turn.get(key) and turn[key] not in _NO_CALLS), None
     )
     if role in CALL_ROLES:
+        if not content:
+            _bad_tools(f"{where} calls no tool")
         role, content, calls = "assistant", "", content
     if calls and role != "assistant":
         raise BadRowError(DropReason.BAD_TOOLS, f"{where} is of the {role}, but calls tools")
