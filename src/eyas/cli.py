@@ -52,17 +52,22 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except eyas.EyasError as error:
-            err.print(f"[bold red]error[/] {escape(error.what)}", highlight=False, soft_wrap=True)
+            err.print(f"[bold red]error[/] {_plain(error.what)}", highlight=False, soft_wrap=True)
             if error.where:
-                err.print(f"  where  {escape(error.where)}", highlight=False, soft_wrap=True)
+                err.print(f"  where  {_plain(error.where)}", highlight=False, soft_wrap=True)
             if error.hint:
-                err.print(f"  next   {escape(error.hint)}", highlight=False, soft_wrap=True)
+                err.print(f"  next   {_plain(error.hint)}", highlight=False, soft_wrap=True)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             err.print("stopped", highlight=False)
             raise typer.Exit(130) from None
 
     return wrapped
+
+
+def _plain(text: str) -> str:
+    """A text of a file or a path, which may hold markup, or bytes that are no characters."""
+    return escape(text.encode("utf-8", "backslashreplace").decode())
 
 
 def _lines(lines: Sequence[Text]) -> None:
@@ -73,7 +78,7 @@ def _lines(lines: Sequence[Text]) -> None:
 def _table(lines: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in lines)
     for name, text in lines:
-        out.print(f"{name:<{width}}  {escape(text)}", highlight=False, soft_wrap=True)
+        out.print(f"{name:<{width}}  {_plain(text)}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -29,6 +29,7 @@ from eyas.data.corpus import CORPUS_FILE, CorpusMeta, CorpusWriter
 from eyas.data.decontaminate import GRAM_WORDS, EvaluationIndex
 from eyas.data.dedupe import Seen
 from eyas.data.encode import EncodedChunk, EncodeSettings, Kept, Outcome, Prompt
+from eyas.data.names import display
 from eyas.data.outfolder import DROPPED_FILE, HOLDOUT_FILE, PROMPTS_FILE, SUMMARY_FILE, OutFolder
 from eyas.data.pool import Chunk, Team, chunks_of, encode_chunks
 from eyas.data.progress import Progress
@@ -82,7 +83,7 @@ def prepare(
     settings = EncodeSettings(target, cfg, evaluations)
     folder = OutFolder(out, (one.path for one in opened))
     with _terminated_as_interrupted(), Team(settings, cfg.workers) as team:
-        team.start_for(sum(Path(one.path).stat().st_size for one in opened if Path(one.path).is_file()))
+        team.start_for(sum(map(_size, opened)))
         template = template or settings.load_template()
         known_as = str(Path(target).resolve()) if Path(target).is_dir() else target  # good from any folder
         hashes = template.tokenizer_hash, template.template_hash
@@ -236,8 +237,7 @@ class _Books:
             raise ConfigError("a row cannot be used", f"{row.file}:{row.line}", hint)
         self.report.drop(row)
         fields = {"reason": row.reason, "file": row.file, "line": row.line, "detail": row.detail, "source": row.source}
-        json.dump(fields, self._dropped, ensure_ascii=True)
-        self._dropped.write("\n")
+        self._dropped.write(json.dumps(fields) + "\n")
 
     def _filters(self) -> dict[str, dict[str, Any]]:
         """What the settings asked for, and what it did."""
@@ -275,6 +275,11 @@ class _Books:
         return found
 
 
+def _size(one: Input) -> int:
+    """Bytes of a file that is read to its end, 0 where that is not known."""
+    return Path(one.path).stat().st_size if one.max_rows is None and Path(one.path).is_file() else 0
+
+
 def _unit(seed: int, name: bytes) -> float:
     """A number in [0, 1) that a seed gives a name."""
     digest = hashlib.blake2b(b"%d " % seed + name, digest_size=8).digest()
@@ -283,7 +288,9 @@ def _unit(seed: int, name: bytes) -> float:
 
 def _nothing_left(report: PrepareReport, inputs: Sequence[Input]) -> ConfigError:
     """Why a run made no corpus, and what to do about it."""
-    where = ", ".join(one.path for one in inputs[:3]) + (f" and {len(inputs) - 3} more" if len(inputs) > 3 else "")
+    where = ", ".join(display(one.path) for one in inputs[:3]) + (
+        f" and {len(inputs) - 3} more" if len(inputs) > 3 else ""
+    )
     answer = f"eyas regenerate {report.out / PROMPTS_FILE} has the target answer them"
     if not report.read:
         return ConfigError("empty corpus: the input holds no rows", where)

@@ -28,7 +28,7 @@ class Progress:
         self._sizes = [path.stat().st_size if path.is_file() else 0 for path in self._paths]
         self._total = sum(self._sizes) if all(path.is_file() for path in self._paths) else None
         self._done = 0
-        self._began = self._said = time.monotonic()
+        self._began = self.said_s = time.monotonic()
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -68,8 +68,8 @@ class Progress:
         line = f"{report.read:,} rows, {report.kept:,} kept, {report.tokens / spent / 1000:,.0f}k tokens/s"
         if self._live:
             self._live.update(self._task, description=doing or line, completed=self._done)
-        elif now - self._said >= PLAIN_EVERY_S:
-            self._said = now
+        elif now - self.said_s >= PLAIN_EVERY_S:
+            self.said_s = now
             part = f"{self._done / self._total:.0%}, " if self._total and not doing else ""
             left = (self._total / self._done - 1) * spent if self._total and self._done and not doing else 0
             rest = f", about {left:,.0f} s left" if left else ""

@@ -228,10 +228,10 @@ def _filters(report: PrepareReport) -> Iterator[tuple[str, str]]:
             case "max_tokens":
                 yield name, f"{facts['limit']:,}: {facts['cut']:,} rows cut, {facts['dropped']:,} dropped"
             case "max_rows":
-                yield name, f"reached in {len(facts['reached']):,} inputs, the rest of them was not read"
+                yield name, f"reached in {len(facts['reached']):,} inputs"
             case "weights":
                 for label, each in facts.items():
-                    done = f"{each['left_out']:,} rows left out, {each['copies']:,} copies more"
+                    done = f"{each['left_out']:,} rows left out, {each['copies']:,} more copies"
                     yield name, f"{label} x {each['weight']:g}: {done}"
             case "shuffle":
                 yield name, f"by seed {facts['seed']}"
