@@ -134,7 +134,8 @@ def test_options_that_no_template_can_have(tokenizer: PreTrainedTokenizerBase, n
         "{{ dict(a=1) }}{{ dict([('b', 2)]) | tojson }}{{ dict.fromkeys(['a', 'b'], 0) }}{{ dict.fromkeys('ab') }}",
         "{{ {'é': '<b>&\u2028'} | tojson }}{{ {'b': [1], 'a': none} | tojson(indent=2, sort_keys=true) }}",
         "{{ [1, 2.5, true] | tojson(separators=(',', ':'), ensure_ascii=true) }}{{ 'é' | tojson(ensure_ascii=true) }}",
-        "{{ add_generation_prompt }}{% for m in messages %}\n {% if loop.first %}{% continue %}{% endif %}\n {{ m.role }}\n{% endfor %}\n\n",
+        "{{ add_generation_prompt }}{% for m in messages %}\n "
+        "{% if loop.first %}{% continue %}{% endif %}\n {{ m.role }}\n{% endfor %}\n\n",
         "{{ add_generation_prompt }}{% for m in messages %}{{ m.role }}\n{% break %}{% endfor %}\n\n",
         "{% generation %} {{ messages[0].content }}\n {% endgeneration %}\n{{ eos_token }}{{ unk_token }}",
         "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }}",
