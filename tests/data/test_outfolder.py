@@ -84,5 +84,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="folder") as caught:
         OutFolder(tmp_path / "c.parquet")
     assert str(tmp_path / "c") in caught.value.hint
+    with pytest.raises(ConfigError, match=r"not UTF-8: .*bad\\udcff"):
+        OutFolder(tmp_path / "bad\udcff")
     with pytest.raises(StoreError, match="cannot write"), OutFolder(tmp_path / "file" / "out"):
         pass

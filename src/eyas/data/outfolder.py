@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from eyas.data.corpus import CORPUS_FILE
+from eyas.data.names import display
 from eyas.errors import ConfigError, StoreError
 
 HOLDOUT_FILE: Final = "holdout.parquet"
@@ -41,6 +42,8 @@ class OutFolder:
             raise ConfigError("--out is a folder", path, hint)
         if path.exists() and not path.is_dir():
             raise ConfigError("--out is a folder, and this is a file", path)
+        if display(path) != str(path):
+            raise ConfigError("the folder's name is not UTF-8", display(path), "Parquet files cannot be written there")
         ours = {(path / name).resolve() for name in FILES}
         for one in inputs:
             if Path(one).resolve() in ours:

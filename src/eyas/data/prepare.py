@@ -288,9 +288,8 @@ def _unit(seed: int, name: bytes) -> float:
 
 def _nothing_left(report: PrepareReport, inputs: Sequence[Input]) -> ConfigError:
     """Why a run made no corpus, and what to do about it."""
-    where = ", ".join(display(one.path) for one in inputs[:3]) + (
-        f" and {len(inputs) - 3} more" if len(inputs) > 3 else ""
-    )
+    more = f" and {len(inputs) - 3} more" if len(inputs) > 3 else ""
+    where = ", ".join(display(one.path) for one in inputs[:3]) + more
     answer = f"eyas regenerate {report.out / PROMPTS_FILE} has the target answer them"
     if not report.read:
         return ConfigError("empty corpus: the input holds no rows", where)

@@ -28,6 +28,7 @@ class Progress:
         self._sizes = [path.stat().st_size if path.is_file() else 0 for path in self._paths]
         self._total = sum(self._sizes) if all(path.is_file() for path in self._paths) else None
         self._done = 0
+        self._first: tuple[float, int] | None = None
         self._began = self.said_s = time.monotonic()
         columns = (
             SpinnerColumn(),
@@ -59,6 +60,8 @@ class Progress:
         if isinstance(raw.payload, bytes) and self._paths[number].suffix.lower() in _PLAIN_SUFFIXES:
             here = min(raw.offset + len(raw.payload), self._sizes[number])
         self._done = sum(self._sizes[:number]) + here
+        if self._first is None:  # what it takes to get there is no measure of the rest
+            self._first = time.monotonic(), self._done
         self.say()
 
     def say(self, doing: str = "") -> None:
@@ -71,9 +74,13 @@ class Progress:
         elif now - self.said_s >= PLAIN_EVERY_S:
             self.said_s = now
             part = f"{self._done / self._total:.0%}, " if self._total and not doing else ""
-            left = (self._total / self._done - 1) * spent if self._total and self._done and not doing else 0
-            rest = f", about {left:,.0f} s left" if left else ""
-            self.print(f"prepare: {part}{line}{rest}{f'; {doing}' if doing else ''}")
+            self.print(f"prepare: {part}{line}{f'; {doing}' if doing else self._left(now)}")
+
+    def _left(self, now: float) -> str:
+        if not self._total or self._first is None or self._done <= self._first[1]:
+            return ""
+        seconds = (self._total - self._done) * (now - self._first[0]) / (self._done - self._first[1])
+        return f", about {seconds:,.0f} s left" if seconds >= 1 else ""
 
     def print(self, what: RenderableType) -> None:
         """A line that stays."""
