@@ -32,6 +32,7 @@ from made_corpus import SEED_RUN_ROWS, TARGET, TEXTS, read_pool, write
 from prepare_outputs import CORPUS, Agreement, compare
 from prepare_tools import CORES, EYAS, ROOT, SPECFORGE, SPECULATORS, TOOLS, Job, Run, Tool, run
 from tokenizers import Tokenizer
+from transformers import Qwen3Config
 
 GB: Final = 1e9
 SHARE_STEP: Final = 1_000  # a share of the full size is a multiple of so many rows
@@ -100,7 +101,7 @@ class Bench:
         folder = self.folder / f"{len(self.rounds)}-{tool.name.split()[0].lower()}"
         options = self.options
         limit_s = max(3 * self.limit_s(tool), SHORTEST_LIMIT_S) if tool is not EYAS else None
-        return Job(data, number, options.target.resolve(), folder, options.peers, options.specforge_template, limit_s)
+        return Job(data, number, options.target, folder, options.peers, options.specforge_template, limit_s)
 
     def _measure_rows(self, done: Run, job: Job) -> None:
         if done.out.rows != job.rows:
@@ -130,14 +131,14 @@ def _line(bench: Bench, pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
         "wall s": statistics.median(one.wall_s for one in runs),
         "CPU s": statistics.median(one.cpu_s for one in runs),
         "tokens/s": statistics.median(bench.tokens_per_s(one) for one, _ in good) if good else None,
-        "Eyas's speed over it": statistics.median(ahead) if good else None,
+        "time per token, of Eyas's": statistics.median(ahead) if good else None,
         "rows written": f"{first.out.rows:,}",
         "tokens written": f"{first.out.tokens:,}",
         "trained": f"{first.out.trained:,}",
         "peak RSS, GB": max(one.rss for one in runs) / GB,
         "own memory, GB": max(one.own for one in runs) / GB,
         "disk, GB": max(one.disk for one in runs) / GB,
-        "exit": first.code,
+        "exit": next((one.code for one in runs if one.code), 0),
     }
 
 
@@ -165,6 +166,8 @@ def _agreement(name: str, a: Agreement, tokenizer: Tokenizer) -> str:
     text = f"{name} against Eyas: {a.same_tokens:,} of {a.rows:,} rows have the same tokens,"
     text += f" {a.same_mask:,} of those the same mask."
     text += f" It trains what Eyas does not: {told(a.extra)}." if a.extra else " It trains nothing that Eyas does not."
+    if [tokenizer.decode([token]) for token in a.extra] == ["\n"]:
+        text += " That is the line break after an answer's end token: the target stops before it and never emits it."
     return text + (f" It leaves out: {told(a.missing)}." if a.missing else " It leaves nothing out.")
 
 
@@ -185,6 +188,18 @@ def result(bench: Bench, tokenizer: Tokenizer) -> dict[str, Any]:
         "notes": notes(bench, tokenizer),
         "runs": [[asdict(one) for one in runs] for runs in bench.rounds],
     }
+
+
+def with_config(target: Path, folder: Path) -> Path:
+    """The target, or a copy of it with a model's config: vLLM's server asks for one before it tokenises."""
+    if (target / "config.json").exists():
+        return target.resolve()
+    copy = folder / target.name
+    shutil.copytree(target, copy)
+    # Of the one family whose tokenizer comes without a model here; its sizes are never used.
+    config = Qwen3Config(architectures=["Qwen3ForCausalLM"], vocab_size=151_936, num_hidden_layers=1)
+    config.save_pretrained(copy)
+    return copy
 
 
 def options_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -214,6 +229,7 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # all that is started here inherits it
     tokenizer = Tokenizer.from_file(str(options.target / "tokenizer.json"))
     with tempfile.TemporaryDirectory(dir=options.work, prefix="prepare-cpu-") as name:
+        options.target = with_config(options.target, Path(name))
         bench = Bench(options, Path(name), Path(name) / "made.jsonl")
         write(bench.data, read_pool(options.texts, tokenizer), options.rows)
         for number in range(options.rounds):
