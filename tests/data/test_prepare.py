@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from eyas.config import PrepareConfig, SourceConfig
 from eyas.data.corpus import Corpus
 from eyas.data.outfolder import FILES
+from eyas.data.pool import SMALL_BYTES
 from eyas.data.prepare import prepare
 from eyas.data.report import PrepareReport
 from eyas.data.template import Template
@@ -288,20 +290,26 @@ def test_the_same_input_gives_the_same_bytes(run: Run, tmp_path: Path) -> None:
     assert sorted(file.name for file in run.out.iterdir()) == sorted(FILES)
 
 
+def padded(path: Path, rows: Iterable[object]) -> Path:
+    """Rows that are large in the file and small in tokens: enough bytes for workers to be started."""
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row)[:-1] + " " * 100_000 + "}\n")
+    assert path.stat().st_size > SMALL_BYTES
+    return path
+
+
 @pytest.mark.slow
 def test_the_corpus_does_not_depend_on_the_number_of_workers(smollm2_dir: Path, tmp_path: Path) -> None:
-    rows = [
-        chat(f"Question {i}? " + "Tell me more about it. " * 400, f"Answer {i}. " + "It is so. " * 400)
-        for i in range(700)
-    ]
-    path = jsonl(tmp_path / "a.jsonl", *rows, chat("prompt"), {"x": 1})
-    assert path.stat().st_size > 9_000_000
-    options: dict[str, Any] = {"shuffle": True, "holdout": 0.1, "dedupe": "conversation", "max_tokens": 3000}
+    rows = [chat(f"Question {i % 600}? " + "More. " * (i % 60), f"Answer {i % 600}.") for i in range(700)]
+    path = padded(tmp_path / "a.jsonl", [*rows, chat("prompt"), {"x": 1}])
+    options: dict[str, Any] = {"shuffle": True, "holdout": 0.1, "dedupe": "conversation", "max_tokens": 150}
     made: list[dict[str, bytes]] = []
     for workers in (1, 2, 3):
         out = tmp_path / str(workers)
         cfg = PrepareConfig(workers=workers, **options)
-        prepare([path], str(smollm2_dir), out, cfg=cfg, console=screen())
+        report = prepare([path], str(smollm2_dir), out, cfg=cfg, console=screen())
+        assert (report.read, report.dropped["duplicate"] > 50) == (702, True)
         made.append({name: (out / name).read_bytes() for name in FILES if name != "summary.json"})
     assert made[0] == made[1] == made[2]
 
@@ -391,7 +399,7 @@ def test_a_stopped_run_leaves_the_old_files_and_no_processes(
     run(chats(tmp_path / "a.jsonl", 3))
     before = {file.name: file.read_bytes() for file in run.out.iterdir()}
     rows = (chat(f"Question {i}? " + "word " * 8_000, "Yes. " * 500) for i in range(600))
-    large = jsonl(tmp_path / "large.jsonl", *rows)
+    large = padded(tmp_path / "large.jsonl", rows)
     words = ["prepare", large, "--target", smollm2_dir, "--out", run.out, "--workers", "2"]
     process = subprocess.Popen(
         [sys.executable, "-c", DRIVER, *map(str, words)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
