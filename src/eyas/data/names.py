@@ -1,4 +1,4 @@
-"""How files and faults are named in messages."""
+"""How files, faults and texts are shown to people."""
 
 from __future__ import annotations
 
@@ -28,3 +28,14 @@ def printable(text: str) -> str:
     """A message that may quote a file: one line, not too long, nothing that drives a terminal."""
     text = text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shortened(text: str, width: int) -> str:
+    """One line of at most `width` characters."""
+    text = " ".join(text.split()) if "\n" in text else text
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def visible(text: str) -> str:
+    """Control and direction characters escaped: a text must not drive the terminal it is shown on."""
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)

@@ -1,7 +1,7 @@
 """Rows as the parts of `data` hand them on: a good one is a `Chat`, `Preformatted` or `Sampled`, a bad one a `Dropped`
 that says what and where.
 
-    files.py   bytes -> Raw      layouts.py   Raw -> Row      template.py   Row -> token ids and loss mask
+    sources/files.py   bytes -> Raw    sources/layouts.py   Raw -> Row    template/   Row -> token ids and loss mask
 """
 
 from __future__ import annotations

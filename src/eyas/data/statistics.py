@@ -12,7 +12,7 @@ import numpy.typing as npt
 from rich.text import Text
 
 from eyas.data.corpus import Corpus, RowGroup
-from eyas.data.report import shortened, visible
+from eyas.data.names import shortened, visible
 from eyas.errors import ConfigError
 
 #: Shares of the trained tokens whose smallest vocabulary is told.

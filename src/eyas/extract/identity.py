@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from eyas.data.corpus import Corpus
 from eyas.data.template import Template
-from eyas.data.tokenizing import tokenizer_hash
+from eyas.data.template.tokenizing import tokenizer_hash
 from eyas.errors import ConfigError
 
 SAME: Final = "same as the corpus's"
