@@ -37,8 +37,8 @@ app.add_typer(store_app, name="store")
 corpus_app = typer.Typer(help="Look at a corpus, or join several.", no_args_is_help=True)
 app.add_typer(corpus_app, name="corpus")
 
-out = Console()
-err = Console(stderr=True)
+out = Console(emoji=False)
+err = Console(stderr=True, emoji=False)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
 Overrides = Annotated[list[str], typer.Option("--set", help="section.key=value; may be repeated.", metavar="KEY=VALUE")]

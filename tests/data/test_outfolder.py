@@ -88,3 +88,12 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         OutFolder(tmp_path / "bad\udcff")
     with pytest.raises(StoreError, match="cannot write"), OutFolder(tmp_path / "file" / "out"):
         pass
+
+
+@pytest.mark.parametrize("kind", ["long", "loop", "loop-below", "nul"])
+def test_a_path_that_cannot_be_a_folder(tmp_path: Path, kind: str) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    paths = {"long": tmp_path / ("x" * 300), "loop": loop, "loop-below": loop / "below", "nul": tmp_path / "a\0b"}
+    with pytest.raises(ConfigError):
+        OutFolder(paths[kind])

@@ -40,6 +40,17 @@ class OutFolder:
         if path.suffix == ".parquet":
             hint = f"for example --out {path.with_suffix('')}, which gets a {CORPUS_FILE}"
             raise ConfigError("--out is a folder", path, hint)
+        try:
+            self._check(path, inputs)
+        except (OSError, RuntimeError, ValueError) as error:  # too long a name; a link to itself; a NUL
+            reason = error.strerror if isinstance(error, OSError) else None
+            raise ConfigError("--out cannot be a folder", display(path), reason or "the path leads nowhere") from error
+        self.path, self.work = path, path / _WORK
+        self._made: list[Path] = []
+        self._lock: int | None = None
+
+    @staticmethod
+    def _check(path: Path, inputs: Iterable[str]) -> None:
         if path.exists() and not path.is_dir():
             raise ConfigError("--out is a folder, and this is a file", path)
         if display(path) != str(path):
@@ -48,9 +59,6 @@ class OutFolder:
         for one in inputs:
             if Path(one).resolve() in ours:
                 raise ConfigError("an input would be written over", one, "name another --out")
-        self.path, self.work = path, path / _WORK
-        self._made: list[Path] = []
-        self._lock: int | None = None
 
     def __enter__(self) -> Self:
         try:

@@ -151,7 +151,7 @@ def extract(
         job, warning = check_corpus(job, opened)
         if warning:
             console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
-        info = asyncio.run(_prove(job))
+        info = _proven(job, signals)
         planned = plan_of(job, opened, info, open_store(job, opened, info, dry=True))
         planned.check(store)
         writer = open_store(job, opened, info)
@@ -240,8 +240,8 @@ def plan(
     opened = Corpus.open(corpus)
     job = Job(corpus, store, model or opened.meta.model, server, cfg or Config(), new_session())
     job, _ = check_corpus(job, opened)
-    with StopSignals():
-        info = asyncio.run(_prove(job))
+    with StopSignals() as signals:
+        info = _proven(job, signals)
     return plan_of(job, opened, info, open_store(job, opened, info, dry=True))
 
 
@@ -289,8 +289,29 @@ def _missing(writer: StoreWriter, shard: Shard, state: ShardState) -> int:
     return max(0, writer.info.layout(shard).file_bytes - given)
 
 
+def _proven(job: Job, signals: StopSignals) -> EngineInfo:
+    """The engine's word for what it will deliver, without loading a model into this process.
+
+    Raises:
+        KeyboardInterrupt: stopped meanwhile.
+    """
+
+    async def proving() -> EngineInfo:
+        proof, loop = asyncio.ensure_future(_prove(job)), asyncio.get_running_loop()
+
+        def stop() -> None:  # raised in the midst of the event loop, KeyboardInterrupt leaves tasks that complain
+            loop.call_soon_threadsafe(proof.cancel)
+
+        with signals.heard_by(stop):
+            return await proof
+
+    try:
+        return asyncio.run(proving())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
 async def _prove(job: Job) -> EngineInfo:
-    """The engine's word for what it will deliver, without loading a model into this process."""
     if (info := static_info(job)) is not None:
         return info
     engine = make_engine(job)
