@@ -50,7 +50,8 @@ REASONS: Final[dict[str, str]] = {
 NOTES: Final[dict[str, str]] = {
     "last-user-turn-cut": "the last user turn has no answer and was left out",
     "cut-after-unfinished-answer": "what follows an answer that was cut off was left out",
-    "earlier-turn-rewritten": "answers that later turns render otherwise are context",
+    "earlier-turn-rewritten": "answers that later turns render otherwise are context; with"
+    " prepare.rewritten_turns=split they are trained in rows of their own",
     "reasoning-not-rendered": "the template leaves the thought out",
     "system-merged-into-user": "the template takes no system message; the user turn holds it",
     "consecutive-turns-merged": "the template wants turns in order; two became one",
