@@ -426,7 +426,7 @@ def test_a_stopped_run_leaves_the_old_files_and_no_processes(
         assert work.exists()
         run(chats(tmp_path / "a.jsonl", 3))  # the next run cleans up
     else:
-        assert process.returncode == 130
+        assert process.returncode == 130, errors
         assert "stopped" in errors
     left = {file.name: file.read_bytes() for file in run.out.iterdir()}
     assert left.keys() == before.keys()
@@ -443,3 +443,25 @@ def alive(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_an_interrupt_that_python_swallows_is_not_lost(template: Template, tmp_path: Path) -> None:
+    """Raised in a destructor, KeyboardInterrupt is told and ignored: the run must stop all the same."""
+    swallowed: list[object] = []
+
+    class Interrupts:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)  # the handler runs here
+
+    class Watching(Console):
+        def print(self, *args: Any, **kwargs: Any) -> None:
+            hook, sys.unraisablehook = sys.unraisablehook, lambda told: swallowed.append(told.exc_type)
+            Interrupts()
+            sys.unraisablehook = hook
+
+    source, console = chats(tmp_path / "a.jsonl", 5), Watching(file=io.StringIO())
+    with pytest.raises(KeyboardInterrupt):
+        prepare([source], "made-up", tmp_path / "out", template=template, show=1, console=console)
+    assert swallowed == [KeyboardInterrupt]
+    assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -83,7 +83,7 @@ def prepare(
     evaluations = EvaluationIndex.read(cfg.decontaminate) if cfg.decontaminate else None
     settings = EncodeSettings(target, cfg, evaluations)
     folder = OutFolder(out, (one.path for one in opened))
-    with _terminated_as_interrupted(), Team(settings, cfg.workers) as team:
+    with _Stop() as stop, Team(settings, cfg.workers) as team:
         team.start_for(sum(map(_size, opened)))
         template = template or settings.load_template()
         known_as = str(Path(target).resolve()) if Path(target).is_dir() else target  # good from any folder
@@ -93,9 +93,10 @@ def prepare(
         report = PrepareReport(out, known_as, *hashes)
         with folder, Progress(console, report, opened) as progress:
             try:
-                encoded = encode_chunks(chunks_of(opened), settings, template, team)
+                encoded = _checked(encode_chunks(chunks_of(opened), settings, template, team), stop)
                 with _Books(folder.work, report, opened, settings, meta) as books:
                     _fill(books, encoded, template, progress, show)
+                stop.check()
                 report.seconds = time.monotonic() - began
                 text = json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n"
                 (folder.work / SUMMARY_FILE).write_text(text, encoding="utf-8", errors="replace")
@@ -105,6 +106,12 @@ def prepare(
     if not report.rows:
         raise _nothing_left(report, opened)
     return report
+
+
+def _checked(chunks: Iterable[tuple[Chunk, EncodedChunk]], stop: _Stop) -> Iterator[tuple[Chunk, EncodedChunk]]:
+    for chunk in chunks:
+        stop.check()
+        yield chunk
 
 
 def _fill(
@@ -307,14 +314,33 @@ def _nothing_left(report: PrepareReport, inputs: Sequence[Input]) -> ConfigError
     return ConfigError(what, where, f"read {report.read:,}, dropped {counts}{first}{prompts}")
 
 
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: what was half made is removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+class _Stop:
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt, so that what was half made is removed.
+
+    Where Python ignores exceptions (a destructor, a callback of the import system) that would be lost: `check` raises
+    it again.
+    """
+
+    def __init__(self) -> None:
+        self._came = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {signal.SIGTERM: signal.signal(signal.SIGTERM, self._on)}
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, or someone's own
+                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt where one of them came."""
+        if self._came:
+            raise KeyboardInterrupt
+
+    def _on(self, _number: int, _frame: FrameType | None) -> None:
+        self._came = True
+        raise KeyboardInterrupt

@@ -78,9 +78,6 @@ class Fault(Exception):
 class ServerAway(EngineError):
     """Nobody listens at the server's address: it may be restarting."""
 
-    def __init__(self, url: str, detail: str) -> None:
-        super().__init__("no server answers", url, detail)
-
 
 def clean(text: str, key: str) -> str:
     """One short line without the key."""
@@ -164,7 +161,7 @@ def fault_of_error(error: Exception, url: str, key: str, *, in_answer: bool = Fa
             return _stop(EngineError("no TLS with the server", url, "does it speak plain http?"), "")
     match cause:
         case httpx.ConnectError() | httpx.ConnectTimeout():
-            raise ServerAway(url, clean(str(cause), key) or type(cause).__name__) from error
+            raise ServerAway("no server answers", url, clean(str(cause), key) or type(cause).__name__) from error
         case httpx.UnsupportedProtocol() | httpx.LocalProtocolError():
             return _stop(ConfigError("the request cannot be sent", url, type(cause).__name__), "")
         case httpx.TimeoutException() | openai.APITimeoutError():
