@@ -34,8 +34,8 @@ from prefill import plain  # noqa: E402
 from eyas.config import load  # noqa: E402
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter  # noqa: E402
 from eyas.extract.runner import extract  # noqa: E402
-from eyas.extract.target import Target  # noqa: E402
 from eyas.smollm2 import smollm2_dir  # noqa: E402
+from eyas.target.checkpoint import Target  # noqa: E402
 from servers import sglang_server  # noqa: E402
 
 ROUNDS = 5

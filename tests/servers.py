@@ -62,6 +62,11 @@ class Server:
         """POST /generate. Raises urllib.error.HTTPError for a refusal."""
         return _call(f"{self.url}/generate", payload, timeout_s=120)
 
+    def kill(self) -> None:
+        """SIGKILL to every process of the server, as a machine that runs out of memory does; nothing is cleaned up."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
     def log_tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
@@ -105,6 +110,7 @@ def sglang_server(
     flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     capture: bool = True,
+    port: int | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
     """Start the server, yield it when it answers, stop its whole process group at the end.
@@ -117,11 +123,12 @@ def sglang_server(
         flags: further SGLang flags.
         env: further environment; an empty EYAS_CAPTURE switches the plugin off.
         capture: False is a plain server: no capture flags, the plugin off.
+        port: where it listens; a server that "comes back" takes the port (and the folder) of the one before.
         settings: further keyword arguments of `serve_command` (last, quota_bytes, ...).
     """
     require_sglang()
     folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
+    port = port or free_port()
     environment = {**os.environ, **CPU_ENV}
     settings = {"dtype": {"float32": "f32", "bfloat16": "bf16"}[dtype], "spool": folder / "spool"} | settings
     command = serve_command(
@@ -139,7 +146,7 @@ def sglang_server(
         port_at = argv.index("--port") + 2
         argv = [*argv[:port_at], *argv[argv.index(CPU_FLAGS[0]) :]]  # between them are the capture flags
     environment |= {**(command.env if capture else {}), **(env or {})}
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen(
             argv,
             env=environment,

@@ -24,8 +24,8 @@ from eyas.config import Config, ExtractConfig, load
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
 from eyas.errors import EngineError
 from eyas.extract.runner import extract
-from eyas.extract.target import Target
 from eyas.store.reader import StoreReader
+from eyas.target.checkpoint import Target
 from eyas.verify import verify
 from servers import Server, sglang_server
 from sglang_cpu.models import tiny_deepseek_v3, tiny_llama

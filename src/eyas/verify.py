@@ -24,13 +24,13 @@ from eyas.config import ExtractConfig
 from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError, IntegrityError
 from eyas.extract.hf import hidden_states, load_model
-from eyas.extract.target import Target
 from eyas.positions import kept_positions
 from eyas.store.check import Problem, ProblemKind, verify_store
 from eyas.store.documents import read_store_info
 from eyas.store.format import Contents, RowContents, StoreInfo
 from eyas.store.plan import Shard
 from eyas.store.reader import StoreReader, StoreRow
+from eyas.target.checkpoint import Target
 
 LAST = "last"
 _BROKEN = {ProblemKind.SIDECAR, ProblemKind.STRUCTURE, ProblemKind.UNREADABLE, ProblemKind.INDEX_HASH}

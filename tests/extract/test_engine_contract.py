@@ -23,7 +23,7 @@ from eyas.extract.engine import Captured, CaptureRequest, Engine, Failed, Retry
 from eyas.extract.fake import FakeEngine
 from eyas.extract.hf import HFEngine, hidden_states
 from eyas.extract.sglang import SGLangEngine
-from eyas.extract.target import Target
+from eyas.target.checkpoint import Target
 from servers import sglang_server
 from sglang_cpu.models import tiny_llama
 

@@ -16,7 +16,7 @@ from eyas.capture.contract import RequestId
 from eyas.errors import ConfigError, EngineError
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
 from eyas.extract.hf import EMBEDDINGS, HFEngine, hidden_states, take_batch
-from eyas.extract.target import Target
+from eyas.target.checkpoint import Target
 
 ALL = range(EMBEDDINGS, 4)
 

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from eyas.extract.hf import HFEngine
     from eyas.extract.identity import check_tokenizer
     from eyas.extract.sglang import SGLangEngine
-    from eyas.extract.target import Target
+    from eyas.target.checkpoint import Target
 
 _HOME = {
-    "FakeEngine": "fake",
-    "HFEngine": "hf",
-    "SGLangEngine": "sglang",
-    "Target": "target",
-    "check_tokenizer": "identity",
+    "FakeEngine": "eyas.extract.fake",
+    "HFEngine": "eyas.extract.hf",
+    "SGLangEngine": "eyas.extract.sglang",
+    "Target": "eyas.target.checkpoint",
+    "check_tokenizer": "eyas.extract.identity",
 }
 
 __all__ = ["FakeEngine", "HFEngine", "SGLangEngine", "Target", "check_tokenizer"]
@@ -29,4 +29,4 @@ __all__ = ["FakeEngine", "HFEngine", "SGLangEngine", "Target", "check_tokenizer"
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'eyas.extract' has no attribute {name!r}")
-    return getattr(import_module(f"eyas.extract.{_HOME[name]}"), name)
+    return getattr(import_module(_HOME[name]), name)

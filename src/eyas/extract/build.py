@@ -21,7 +21,7 @@ from eyas.store.format import EVENTS_DIR
 from eyas.store.writer import StoreWriter
 
 if TYPE_CHECKING:
-    from eyas.extract.target import Target
+    from eyas.target.checkpoint import Target
 
 _ALPHABET = string.ascii_lowercase + string.digits
 

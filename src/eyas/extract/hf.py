@@ -22,7 +22,7 @@ from eyas.capture.contract import CaptureSpec, field_hash
 from eyas.capture.fingerprint import architecture_of, model_fingerprint
 from eyas.errors import ConfigError, EngineError
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
-from eyas.extract.target import Target, norm_bytes
+from eyas.target.checkpoint import Target, norm_bytes
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _LAYER_LISTS: Final = ("layers", "h", "blocks")

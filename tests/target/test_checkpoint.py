@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from eyas.capture.contract import default_layers
 from eyas.capture.fingerprint import architecture_of, model_fingerprint
 from eyas.errors import ConfigError
-from eyas.extract.target import Target, norm_bytes
+from eyas.target.checkpoint import Target, norm_bytes
 
 Make = Callable[[], PreTrainedModel]
 
