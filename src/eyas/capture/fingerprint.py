@@ -33,6 +33,11 @@ def norm_key(name: str, num_layers: int) -> str | None:
     return "norm" if _FINAL_NORM.search(name) and not _IN_LAYER.search(name) else None
 
 
+def is_outside_layers(name: str) -> bool:
+    """Whether a tensor is the text decoder's, but of none of its layers: embedding, final norm or `lm_head`."""
+    return not (_OTHER_TOWER.search(name) or _IN_LAYER.search(name))
+
+
 def model_fingerprint(architecture: Mapping[str, int], norms: Mapping[str, bytes]) -> str:
     """32 hex digits that change with the architecture and with any full fine-tune.
 

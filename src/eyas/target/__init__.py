@@ -1,4 +1,7 @@
 """The target model, known from its checkpoint alone.
 
-checkpoint   `Target`: architecture, default layers, fingerprint
+checkpoint   `Target`: architecture, default layers, fingerprint, named tensors
+weights      named tensors of safetensors files, one or sharded
+head         `Head`: lm_head and what the config does to logits, for log-probabilities without the model
+norm         `FinalNorm`: the target's own final norm
 """

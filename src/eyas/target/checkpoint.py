@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from eyas.capture.contract import CaptureSpec, default_layers
 from eyas.capture.fingerprint import ARCHITECTURE_FIELDS, architecture_of, model_fingerprint, norm_key
 from eyas.errors import ConfigError
+from eyas.target.weights import missing_files, read_tensors, weight_map
 
 _TEXT_SECTIONS: Final = ("text_config", "llm_config", "language_config")  # where multimodal wrappers keep the decoder
 _SMALL_FILES: Final = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
-_INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +78,61 @@ class Target:
         Raises:
             ConfigError: unreadable or incomplete weights.
         """
-        files = _norm_files(self.dir, self.num_layers)
-        if files is None:
+        if not (known := self.weight_map()):
             return None
-        return model_fingerprint(self.architecture, norm_bytes(_read(self.dir, files), self.num_layers))
+        files = {name: file for name, file in known.items() if norm_key(name, self.num_layers)}
+        if files and len(missing_files(self.dir, files.values())) == len(set(files.values())):
+            return None
+        return model_fingerprint(self.architecture, norm_bytes(read_tensors(self.dir, files), self.num_layers))
+
+    def text_config(self) -> PreTrainedConfig | None:
+        """The text decoder's config as transformers understands it, defaults of its class included.
+
+        None where transformers knows neither the model's type nor the architecture that the text section names.
+        """
+        try:
+            config = AutoConfig.from_pretrained(self.dir, trust_remote_code=self.trust_remote_code)
+            return config.get_text_config(decoder=True)
+        except (OSError, ValueError, KeyError, AttributeError, ImportError):
+            pass
+        # A wrapper with code of its own (Kimi-K2.5) may hold a decoder that transformers has.
+        for name in self.config.get("architectures") or ():
+            kind = getattr(getattr(transformers, str(name), None), "config_class", None)
+            if kind is not None:
+                return kind.from_dict(dict(self.config))
+        return None
+
+    def full_config(self) -> Mapping[str, Any]:
+        """`config` with the defaults of its class filled in, where transformers knows it."""
+        known = self.text_config()
+        return self.config if known is None else {**known.to_dict(), **self.config}
+
+    def tie_flags(self) -> list[bool]:
+        """Whether `lm_head` is tied to the embedding: the text config's word and the wrapper's, else their class's."""
+        raw = _raw_config(self.dir)
+        flags = [section["tie_word_embeddings"] for section in _sections(raw) if "tie_word_embeddings" in section]
+        if not flags and (known := self.text_config()) is not None:
+            flags = [known.tie_word_embeddings]
+        return [bool(flag) for flag in flags]
+
+    def weight_map(self) -> dict[str, str]:
+        """Tensor name -> the safetensors file that holds it; empty where the folder has no such weights.
+
+        Raises:
+            ConfigError: an unreadable index or file.
+        """
+        return weight_map(self.dir)
+
+    def tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Tensors of the checkpoint by name, in the dtype they are stored in.
+
+        Raises:
+            ConfigError: no such tensor, or its file is missing or unreadable.
+        """
+        known = self.weight_map()
+        if unknown := [name for name in names if name not in known]:
+            raise ConfigError(f"the checkpoint has no tensor {unknown[0]}", self.dir)
+        return dict(read_tensors(self.dir, {name: known[name] for name in names}))
 
     def spec(self, layers: Iterable[int] | None = None, last: str = "loss", dtype: str = "bf16") -> CaptureSpec:
         """The agreement for capturing this target.
@@ -134,7 +184,7 @@ def _download(model: str, weights: bool) -> Path:
         raise ConfigError("no such folder or hub model", model, f"give a checkpoint's folder; {reason}") from error
 
 
-def _text_config(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Any], dict[str, int]]:
+def _raw_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -144,7 +194,17 @@ def _text_config(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Any],
         raise ConfigError("unreadable config.json", path, str(error)) from error
     if not isinstance(raw, dict):
         raise ConfigError("config.json does not hold an object", path)
-    text = next((raw[key] for key in _TEXT_SECTIONS if isinstance(raw.get(key), dict)), raw)
+    return raw
+
+
+def _sections(raw: dict[str, Any]) -> list[dict[str, Any]]:
+    """The text decoder's config, and the wrapper's around it where there is one."""
+    text = [raw[key] for key in _TEXT_SECTIONS if isinstance(raw.get(key), dict)]
+    return [*text[:1], raw]
+
+
+def _text_config(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    text = _sections(_raw_config(folder))[0]
     if all(key in text for key in ARCHITECTURE_FIELDS):
         return text, architecture_of(text)
     # A checkpoint may leave out what its config class has as a default, or name it otherwise (n_embd).
@@ -152,47 +212,5 @@ def _text_config(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Any],
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
     except (OSError, ValueError, KeyError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError("transformers cannot read the config", path, reason) from error
+        raise ConfigError("transformers cannot read the config", folder / "config.json", reason) from error
     return {**config.to_dict(), **text}, architecture_of(config)
-
-
-def _norm_files(folder: Path, num_layers: int) -> dict[str, list[str]] | None:
-    """Shard -> the names of the norm tensors in it; None when the folder has no safetensors weights at all."""
-    index = folder / _INDEX
-    if index.is_file():
-        try:
-            weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError("unreadable weight index", index, str(error)) from error
-    elif (folder / _SINGLE).is_file():
-        weight_map = dict.fromkeys(_names(folder / _SINGLE), _SINGLE)
-    else:
-        return None
-    files: dict[str, list[str]] = {}
-    for name, file in weight_map.items():
-        if norm_key(name, num_layers):
-            files.setdefault(file, []).append(name)
-    missing = [file for file in files if not (folder / file).is_file()]
-    if missing and len(missing) == len(files):
-        return None
-    if missing:
-        raise ConfigError("the checkpoint is incomplete", folder / missing[0], f"{len(missing)} shards are missing")
-    return files
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, "pt") as file:
-            return list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise ConfigError("unreadable weights", path, str(error)) from error
-
-
-def _read(folder: Path, files: Mapping[str, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for file, names in files.items():
-        try:
-            with safe_open(folder / file, "pt") as shard:
-                for name in names:
-                    yield name, shard.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError("unreadable weights", folder / file, str(error)) from error
