@@ -38,7 +38,7 @@ class CaptureRequest:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """States of one row. Tensors may be views of a mapped file: call `release` when done with them.
+    """States of one row, in memory that nobody else writes to. Call `release` when they are stored.
 
     Attributes:
         aux: [T, A, H] in the spec's dtype.

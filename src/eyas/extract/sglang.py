@@ -1,7 +1,7 @@
 """Engine over an unmodified SGLang server with our plugin: a request out, a word back, a record in the spool.
 
 start     who is there, what its plugin agreed to, and one row through the whole path as proof
-capture   POST /generate -> "accepted" -> the record appears in the spool -> every claim checked -> views of it
+capture   POST /generate -> "accepted" -> the record appears in the spool -> read, every claim checked
 reprobe   the proof again, after anything that smells of a restart; one at a time, waiting for the server
 """
 
@@ -17,6 +17,7 @@ from typing import Final
 
 import httpx
 import stamina
+import torch
 
 from eyas.capture.contract import (
     PROBE_ROW,
@@ -30,13 +31,22 @@ from eyas.capture.contract import (
 from eyas.config import ServerConfig
 from eyas.errors import EngineError
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
-from eyas.extract.inbox import Inbox
+from eyas.extract.inbox import RECORD_LATE, Inbox
 from eyas.extract.record import open_record, refused
-from eyas.extract.sglang_client import ServerAway, SGLangClient
+from eyas.extract.sglang_client import DUPLICATE_RID, ServerAway, SGLangClient
 
 _PROBE_TOKENS: Final = 4
 _MODEL_FIELDS: Final = ("model", "hidden_size", "vocab_size", "num_layers")
+#: Median distance between two proofs' states, relative to their size: noise is a few hundredths, another model is one.
+_SAME_MODEL: Final = 0.3
+#: Refusals of a probe that the next one may not meet.
+_PASSING: Final = (Refusal.PLUGIN_ERROR, Refusal.WRITE_FAILED, Refusal.CHUNK_GAP, Refusal.RETRACTED)
+_PROBE_ATTEMPTS: Final = 3
 _SPEC_FIELDS_HINT: Final = "serve and extract with the same capture settings"
+
+
+class ProbeFailed(EngineError):
+    """The plugin answered the probe with a failure that need not be the next one's too."""
 
 
 class SGLangEngine:
@@ -73,6 +83,7 @@ class SGLangEngine:
         self._max_row_tokens: int | None = None
         self._proving = asyncio.Lock()
         self._proofs = 0
+        self._proof: torch.Tensor | None = None  # the first probe's states, [tokens, layers + 1, H]
 
     @property
     def spool(self) -> Path:
@@ -86,7 +97,7 @@ class SGLangEngine:
             EngineError: which of them is missing or different, and what to do.
         """
         async with self._proving:
-            hello = await self._prove()
+            hello = await self._prove_patiently()
         checked = "fingerprint" if self._spec.model else "unchecked: no weights here to compare with"
         self._spec = CaptureSpec.from_dict(hello.spec)
         provenance = {**hello.provenance, "engine": "sglang", "model_check": checked}
@@ -120,7 +131,7 @@ class SGLangEngine:
             attempts = None if patience_s else 1
             async for attempt in stamina.retry_context(ServerAway, attempts, patience_s or None, 0.2, 5.0, 0.5):
                 with attempt:
-                    await self._prove()
+                    await self._prove_patiently()
 
     async def close(self) -> None:
         await self._inbox.close()
@@ -139,17 +150,27 @@ class SGLangEngine:
         reply = await self._client.generate(request, self._spec.spec_id)
         failure = reply if isinstance(reply, Failed) else check_reply(reply, request, self._spec)
         if failure is not None:
-            if failure.retry is Retry.PROBE or (isinstance(reply, CaptureReply) and reply.status == "accepted"):
+            accepted = isinstance(reply, CaptureReply) and reply.status == "accepted"
+            if accepted or failure.retry is Retry.PROBE or failure.reason == DUPLICATE_RID:
                 self._inbox.abandon(rid)  # a record may come all the same
             return failure
         path = await self._inbox.wait(rid, self._cfg.record_deadline_s)
-        result = path if isinstance(path, Failed) else open_record(path, request, self._spec, self._remover(rid))
+        if isinstance(path, Failed):
+            result = path
+        else:
+            result = await asyncio.to_thread(open_record, path, request, self._spec, self._remover(rid))
         if isinstance(result, Failed):
             self._inbox.abandon(rid)
         return result
 
     def _remover(self, rid: str) -> Callable[[], None]:
         return lambda: self._inbox.remove(rid)
+
+    async def _prove_patiently(self) -> ServerHello:
+        async for attempt in stamina.retry_context(ProbeFailed, _PROBE_ATTEMPTS, None, 0.2, 1.0, 0.2):
+            with attempt:
+                return await self._prove()
+        raise AssertionError("unreachable: the last attempt raises")
 
     async def _prove(self) -> ServerHello:
         await self._client.identify()
@@ -181,9 +202,9 @@ class SGLangEngine:
             return reply
         where = self._client.where
         match reply.reason:
-            case "no-plugin-reply":
+            case "no-plugin-reply":  # once may be an accident of this reply
                 hint = "install eyas in the server's environment and start it with `eyas serve MODEL`"
-                raise EngineError("the server runs without the capture plugin", where, hint)
+                raise ProbeFailed("the server runs without the capture plugin", where, hint)
             case "bad-reply":
                 hint = "install the same eyas on both sides"
                 raise EngineError(f"cannot understand the plugin ({reply.detail})", where, hint)
@@ -201,7 +222,8 @@ class SGLangEngine:
         if reply.status != "accepted":
             if reply.reason == Refusal.SPOOL_FULL:
                 raise ServerAway("the spool is full", self.spool, f"{reply.detail}; is another client using it?")
-            raise EngineError(f"the plugin refuses the probe: {reply.reason}", where, reply.detail)
+            kind = ProbeFailed if reply.reason in _PASSING else EngineError
+            raise kind(f"the plugin refuses the probe: {reply.reason}", where, reply.detail)
         wanted = self._spec if self._spec.model else dataclasses.replace(self._spec, model=live.model)
         differences = wanted.differences(live)
         if not differences:
@@ -216,23 +238,40 @@ class SGLangEngine:
         hint = f"wanted != served: {told}; {_SPEC_FIELDS_HINT}"
         raise EngineError("the server captures with other settings", where, hint)
 
+    def _check_same_model(self, probe: Captured) -> None:
+        """Raises EngineError where the same tokens have become other states: the fingerprint knows norms only."""
+        states = torch.cat([probe.aux, probe.last.unsqueeze(1)], dim=1).float()
+        if self._proof is None:
+            self._proof = states
+        elif (moved := probe_distance(states, self._proof)) > _SAME_MODEL:
+            told = f"the same probe's states differ by {moved:.2f} of their size from those at the run's start"
+            raise EngineError("the server serves another model", self._client.where, told)
+
     async def _check_record(self, request: CaptureRequest, live: CaptureSpec) -> None:
         """Raises EngineError unless the probe's record comes, is right, and can be removed."""
         path = await self._inbox.wait(str(request.rid), self._cfg.record_deadline_s)
         if isinstance(path, Failed):
             hint = f"{path.reason}: {path.detail}; is this the spool of {self._client.where}?"
-            raise EngineError("the probe's record did not come", self.spool, hint)
-        result = open_record(path, request, live)
+            kind = EngineError if path.reason == RECORD_LATE else ProbeFailed
+            raise kind("the probe's record did not come", self.spool, hint)
+        result = await asyncio.to_thread(open_record, path, request, live)
         if isinstance(result, Failed):
             if result.reason == "record-unreadable":
                 hint = "run as the server's user, or serve with a spool mode and group that you belong to"
                 raise EngineError(f"may not read records ({result.detail})", path, hint)
             raise EngineError(f"the probe's record is wrong: {result.reason}", path, result.detail)
+        self._check_same_model(result)
         try:
             self._inbox.remove(str(request.rid))
         except OSError as error:
             hint = "records that cannot be removed would fill the spool; give this user write access to the folder"
             raise EngineError(f"may not remove records ({error.strerror})", self.spool, hint) from error
+
+
+def probe_distance(states: torch.Tensor, before: torch.Tensor) -> float:
+    """Median over tokens and layers of the distance between two [T, A, H] states, relative to the size of `before`."""
+    sizes = torch.linalg.vector_norm(before, dim=-1).clamp_min(1e-30)
+    return float((torch.linalg.vector_norm(states - before, dim=-1) / sizes).median())
 
 
 def check_reply(reply: CaptureReply, request: CaptureRequest, spec: CaptureSpec) -> Failed | None:
