@@ -20,6 +20,7 @@ from eyas.target.norm import FinalNorm
 from tiny_models import llama
 
 Make = Callable[[], PreTrainedModel]
+Tensors = dict[str, torch.Tensor | None]
 
 
 def reference(model: PreTrainedModel, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
