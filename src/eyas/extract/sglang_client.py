@@ -15,6 +15,7 @@ from eyas.errors import ConfigError, EngineError
 from eyas.extract.engine import CaptureRequest, Failed, Retry
 
 API_KEY_ENV: Final = "EYAS_API_KEY"  # what the settings do not give
+DUPLICATE_RID: Final = "duplicate-rid"
 _KEEP_ALIVE_S: Final = 2.0
 _SHORT_TIMEOUT_S: Final = 15.0  # connecting, and questions that need no forward
 _INFO_PATHS: Final = ("/model_info", "/get_model_info")  # the newer name first; older releases know only the second
@@ -100,6 +101,15 @@ class SGLangClient:
                 "custom_params": {SPEC_PARAM: spec_id, LAST_PARAM: request.last_runs},
             },
         }
+        answer = await self.post(body)
+        return answer if isinstance(answer, Failed) else read_reply(answer)
+
+    async def post(self, body: dict[str, Any]) -> dict[str, Any] | Failed:
+        """Send one request to /generate: the reply, or by name why there is none.
+
+        Raises:
+            EngineError: not authorised.
+        """
         try:
             response = await self._http.post("/generate", content=json.dumps(body, separators=(",", ":")))
         except httpx.TimeoutException as error:
@@ -109,7 +119,7 @@ class SGLangClient:
         self._check_authorised(response)
         if response.status_code != 200:
             return http_failure(response.status_code, _message(response))
-        return read_reply(_json_object(response))
+        return _json_object(response)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -145,7 +155,7 @@ def http_failure(status: int, message: str) -> Failed:
     if any(text in message for text in _TOO_LONG):
         return Failed("row-too-long", detail, Retry.NEVER)
     if _DUPLICATE in message:
-        return Failed("duplicate-rid", detail)
+        return Failed(DUPLICATE_RID, detail)
     if status == 429 or _QUEUE_FULL in message:
         return Failed("server-busy", detail, Retry.WAIT)
     if status in _ROWS_FAULT:
