@@ -184,18 +184,31 @@ def test_a_failure_that_cannot_be_told_leaves_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
-@pytest.mark.parametrize(("owner", "mode", "refused"), [(12345, 0o777, True), (12345, 0o770, False), (0, 0o777, False)])
-def test_a_folder_laid_out_by_a_stranger_is_refused(tmp_path: Path, owner: int, mode: int, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("owner", "mode", "group", "refused"),
+    [
+        (12345, 0o777, None, "12345"),
+        (12345, 0o700, None, "12345"),
+        (12345, 0o777, "4242", "anyone"),
+        (12345, 0o770, "4242", None),  # the operator named its group
+        (0, 0o777, None, "anyone"),
+        (0, 0o755, None, None),
+    ],
+)
+def test_a_folder_laid_out_by_a_stranger_is_refused(
+    tmp_path: Path, owner: int, mode: int, group: str | None, refused: str | None
+) -> None:
     """In shared memory anyone can be there first, and swap records in a folder that is theirs."""
     folder = tmp_path / "spool"
     folder.mkdir()
-    os.chown(folder, owner, -1)
+    os.chown(folder, owner, 4242)
     folder.chmod(mode)
+    changes = {"group": group, "mode": 0o660} if group else {}
     if refused:
-        with pytest.raises(PermissionError, match="12345"):
-            spool(folder)
+        with pytest.raises(PermissionError, match=refused):
+            spool(folder, **changes)
     else:
-        publish(spool(folder), 0, b"x")
+        publish(spool(folder, **changes), 0, b"x")
 
 
 @pytest.mark.parametrize(("mode", "folder_mode"), [(0o600, 0o700), (0o640, 0o770), (0o660, 0o770), (0o644, 0o775)])

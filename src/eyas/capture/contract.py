@@ -1,6 +1,7 @@
 """What server and client agree on before the first request, and what every record must prove.
 
-Runs inside the inference server too: standard library and xxhash only.
+Runs inside the inference server too: standard library and xxhash only. Whatever is read here may come from anybody: it
+is a ValueError unless every field is of its type and within its bounds.
 
     CaptureSpec   which states, in which dtype, of which model; its hash `spec_id` names the agreement
     RequestId     eyas.<run8>.<session8>.<row:08d>.<attempt:02d>, the identity that travels with the tensors
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import reprlib
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +23,8 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 import xxhash
+
+from eyas.capture.strictjson import build, loads
 
 CONTRACT_VERSION: Final = 1
 REPLY_KEY: Final = "eyas"  # meta_info[REPLY_KEY] of a reply holds [CaptureReply as a dict]
@@ -31,6 +35,9 @@ PROBE_ROW: Final = 99_999_999  # the row number of start-up probes; no corpus ma
 #: dtype name -> (safetensors name, bytes an item). fp8 arrives with its scales in a later contract version.
 DTYPES: Final[Mapping[str, tuple[str, int]]] = {"bf16": ("BF16", 2), "f16": ("F16", 2), "f32": ("F32", 4)}
 LAST_MODES: Final = ("loss", "all")
+MAX_NOTE_BYTES: Final = 64 << 10  # settings, spec.json and failure notes are a few hundred
+_MAX_HEADER_BYTES: Final = 1 << 20  # a record's header lists its chunks
+_MAX_SIZE: Final = 2**31 - 1  # layers, widths, vocabularies
 
 
 class Refusal(StrEnum):
@@ -74,10 +81,12 @@ class CaptureSpec:
     model: str
 
     def __post_init__(self) -> None:
+        if max(self.hidden_size, self.vocab_size, self.num_layers) > _MAX_SIZE:
+            raise ValueError("a model larger than any: more than 31 bits")
         if not self.layers or list(self.layers) != sorted(set(self.layers)):
-            raise ValueError(f"layers must be ascending and distinct, got {list(self.layers)}")
+            raise ValueError(f"layers must be ascending and distinct, got {list(self.layers)[:20]}")
         if self.layers[0] < 0 or self.layers[-1] >= self.num_layers:
-            raise ValueError(f"layers {list(self.layers)} out of range for a model of {self.num_layers} layers")
+            raise ValueError(f"layers {list(self.layers)[:20]} out of range for a model of {self.num_layers} layers")
         if self.last not in LAST_MODES:
             raise ValueError(f"last must be one of {LAST_MODES}, got {self.last!r}")
         if self.dtype not in DTYPES:
@@ -114,15 +123,19 @@ class CaptureSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CaptureSpec:
         """Raises ValueError for a missing, unknown or ill-typed field."""
-        try:
-            return cls(**{**data, "layers": tuple(int(i) for i in data["layers"])})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"not a capture spec: {error}") from error
+        return build(cls, _with_layers(data), "capture spec")
 
     def differences(self, other: CaptureSpec) -> list[str]:
         """Human-readable `field: mine != theirs`, empty when equal."""
         mine, theirs = self.to_dict(), other.to_dict()
         return [f"{key}: {mine[key]} != {theirs[key]}" for key in mine if mine[key] != theirs[key]]
+
+
+def _with_layers(data: object) -> object:
+    """JSON has no tuples."""
+    if isinstance(data, Mapping) and isinstance(data.get("layers"), list):
+        return {**data, "layers": tuple(data["layers"])}
+    return data
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
@@ -138,7 +151,8 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
 
 # --- identity ---------------------------------------------------------------------------------------------------------
 
-_RID = re.compile(r"eyas\.([0-9a-z]{8})\.([0-9a-z]{8})\.([0-9]{8})\.([0-9]{2})")
+_RID: Final = re.compile(r"eyas\.([0-9a-z]{8})\.([0-9a-z]{8})\.([0-9]{8})\.([0-9]{2})")
+_RID_LENGTH: Final = len("eyas.") + 8 + 1 + 8 + 1 + 8 + 1 + 2
 
 
 class RequestId(NamedTuple):
@@ -159,7 +173,7 @@ class RequestId(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> RequestId | None:
         """None for anything that is not exactly one of ours."""
-        match = _RID.fullmatch(text)
+        match = _RID.fullmatch(text) if len(text) == _RID_LENGTH else None
         return cls(match[1], match[2], int(match[3]), int(match[4])) if match else None
 
 
@@ -208,10 +222,13 @@ def check_runs(runs: Sequence[int], tokens: int) -> None:
     """Raises ValueError unless runs are pairs, ascending, disjoint, non-empty and within [0, tokens)."""
     if len(runs) % 2:
         raise ValueError("positions must come as [start, stop, ...] pairs")
+    if len(runs) > 2 * tokens:  # before any work: a request may bring millions
+        raise ValueError(f"{len(runs) // 2} position runs for {tokens} tokens")
     edge = 0
     for start, stop in zip(runs[0::2], runs[1::2], strict=True):
-        if not (isinstance(start, int) and isinstance(stop, int) and edge <= start < stop <= tokens):
-            raise ValueError(f"position run [{start}, {stop}) is not ascending within [0, {tokens})")
+        if not (type(start) is int and type(stop) is int and edge <= start < stop <= tokens):
+            run = f"[{reprlib.repr(start)}, {reprlib.repr(stop)})"
+            raise ValueError(f"position run {run} is not ascending within [0, {tokens})")
         edge = stop
 
 
@@ -227,13 +244,6 @@ SPEC_FILE: Final = "spec.json"  # in the spool: JSON of ServerHello
 RECORD_SUFFIX: Final = ".safetensors"  # <rid>.safetensors: tensors aux [T, A, H], last [L, H]; metadata below
 FAILED_SUFFIX: Final = ".failed"  # <rid>.failed: JSON {"reason": Refusal, "detail": str}
 RECORD_METADATA: Final = "eyas"  # metadata key of a record file: JSON of RecordHeader
-
-
-def _checked(cls: type, data: Mapping[str, Any]) -> Any:
-    try:
-        return cls(**data)
-    except TypeError as error:
-        raise ValueError(f"not a {cls.__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +274,8 @@ class ServerSettings:
     def from_env(cls, text: str) -> ServerSettings:
         """Raises ValueError for anything but what `to_env` writes."""
         try:
-            data = json.loads(text)
-            return _checked(cls, {**data, "layers": tuple(int(i) for i in data["layers"])})
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            return build(cls, _with_layers(loads(text, MAX_NOTE_BYTES)))
+        except ValueError as error:
             raise ValueError(f"{SETTINGS_ENV} is not capture settings: {error}") from error
 
 
@@ -294,14 +303,13 @@ class ServerHello:
     @classmethod
     def from_json(cls, text: str) -> ServerHello:
         """Raises ValueError for another contract version, or a spec whose hash is not `spec_id`."""
-        try:
-            hello = _checked(cls, json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error}") from error
+        hello = build(cls, loads(text, MAX_NOTE_BYTES))
         if hello.contract != CONTRACT_VERSION:
             raise ValueError(f"contract version {hello.contract}, this is version {CONTRACT_VERSION}")
         if CaptureSpec.from_dict(hello.spec).spec_id != hello.spec_id:
             raise ValueError("spec_id is not the hash of the spec")
+        if hello.max_row_tokens < 1 or hello.quota_bytes < 1:
+            raise ValueError("max_row_tokens and quota_bytes must be positive")
         return hello
 
 
@@ -321,8 +329,8 @@ class CaptureReply:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CaptureReply:
-        """Raises ValueError for a missing or unknown field."""
-        return _checked(cls, data)
+        """Raises ValueError for a missing, unknown or ill-typed field."""
+        return build(cls, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +352,7 @@ class RecordHeader:
     rows: int
     positions: int
     runs: str
-    chunks: list[list[int]]
+    chunks: Any  # whether they are gapless pairs is asked where the record is believed
     aux: str
     last: str
 
@@ -354,7 +362,4 @@ class RecordHeader:
     @classmethod
     def from_json(cls, text: str) -> RecordHeader:
         """Raises ValueError for anything but what `to_json` writes."""
-        try:
-            return _checked(cls, json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error}") from error
+        return build(cls, loads(text, _MAX_HEADER_BYTES))

@@ -4,15 +4,17 @@
     Spool    the folder: publication by rename, `<rid>.failed` for what was accepted and then lost, orphans
     Writers  threads that bring chunks to the host and write records; the forward thread never waits for them
 
-Nothing in the folder is touched unless its name is exactly one of ours.
+Nothing in the folder is touched unless its name is exactly one of ours, and everything by descriptor: see `folder`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import grp
 import json
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +24,7 @@ from typing import Final
 
 from eyas.capture.assembler import Refused
 from eyas.capture.contract import FAILED_SUFFIX, RECORD_SUFFIX, SPEC_FILE, Refusal, RequestId, ServerSettings
+from eyas.capture.folder import Trust, create, open_folder, publish
 
 TMP_SUFFIX: Final = ".tmp"  # .<rid>.tmp while a record is being written
 _RESCAN_INTERVAL_S: Final = 0.02  # a client that keeps asking must not make the scheduler list the folder every time
@@ -33,7 +36,7 @@ _WRITE_BYTES: Final = 64 << 20  # per write call; Linux takes at most 2 GiB
 class SpoolFile:
     """A file of ours in the folder: its record's id, its suffix, its size and age."""
 
-    path: Path
+    name: str
     rid: str
     suffix: str
     size: int
@@ -99,13 +102,15 @@ class Spool:
         clock: seconds since the epoch, as file times are.
 
     Raises:
-        OSError, KeyError: the folder cannot be made, or is another user's and open to anyone, or no such group.
+        OSError, KeyError: the folder cannot be made or is not to be believed (a link, another user's, writable for
+            those whom the settings do not name), or no such group.
     """
 
     def __init__(self, settings: ServerSettings, *, shares: int = 1, clock: Callable[[], float] = time.time) -> None:
         self.folder = Path(settings.spool)
         self._mode = settings.mode
         self._group = None if settings.group is None else _group_id(settings.group)
+        self._trust = Trust(groups=frozenset() if self._group is None else frozenset({self._group}))
         self._orphan_age_s = settings.orphan_age_s
         self._clock = clock
         self._lock = threading.Lock()
@@ -113,7 +118,8 @@ class Spool:
         self._failing = False
         self._scanned_s = 0.0
         self._make_folder()
-        stale = {f.path.name: -(-f.size // shares) for f in self._files()}
+        with self._opened() as folder:
+            stale = {file.name: -(-file.size // shares) for file in _files(folder)}
         self._quota = Quota(settings.quota_bytes // shares, stale)
 
     @property
@@ -143,21 +149,14 @@ class Spool:
     @contextlib.contextmanager
     def record_file(self, rid: str) -> Iterator[int]:
         """A file descriptor to write the record to; renamed into place at the end, gone after an exception."""
-        path = self.folder / f".{rid}{TMP_SUFFIX}"
-        name = f"{rid}{RECORD_SUFFIX}"
+        temporary, name = f".{rid}{TMP_SUFFIX}", f"{rid}{RECORD_SUFFIX}"
         with self._lock:
             self._writing.add(rid)
         try:
-            descriptor = self._create(path)
-            try:
+            with self._published(temporary, name) as descriptor:
                 yield descriptor
-            finally:
-                os.close(descriptor)
-            path.rename(self.folder / name)
         except BaseException:
             self._failing = True
-            with contextlib.suppress(OSError):
-                path.unlink()
             raise
         else:
             self._failing = False
@@ -185,38 +184,52 @@ class Spool:
         with self._lock:
             busy = set(self._writing)
         removed: list[str] = []
-        for file in self._files():
-            age_s = min(self._orphan_age_s, _TORN_AGE_S) if file.suffix == TMP_SUFFIX else self._orphan_age_s
-            if file.modified_s < now_s - age_s and file.rid not in busy:
-                with contextlib.suppress(OSError):
-                    file.path.unlink()
-                    removed.append(file.path.name)
+        with contextlib.suppress(OSError), self._opened() as folder:
+            for file in _files(folder):
+                age_s = min(self._orphan_age_s, _TORN_AGE_S) if file.suffix == TMP_SUFFIX else self._orphan_age_s
+                if file.modified_s < now_s - age_s and file.rid not in busy:
+                    with contextlib.suppress(OSError):
+                        os.unlink(file.name, dir_fd=folder)
+                        removed.append(file.name)
         return removed
 
     # --- the folder ---------------------------------------------------------------------------------------------------
 
     def _make_folder(self) -> None:
-        if self.folder.is_dir():
-            status = self.folder.stat()
-            if status.st_mode & 0o002 and status.st_uid not in (0, os.geteuid()):
-                raise PermissionError(f"{self.folder} belongs to user {status.st_uid} and anyone may write there")
-        else:
-            self.folder.mkdir(parents=True)
-            # A client removes what it has read, so the group's readers may write here; everyone else may only look.
-            readable = self._mode & 0o444
-            self.folder.chmod(readable | (readable & 0o440) >> 1 | readable >> 2)
-            if self._group is not None:
-                os.chown(self.folder, -1, self._group)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.folder.mkdir(mode=0o700)
 
-    def _files(self) -> list[SpoolFile]:
-        files: list[SpoolFile] = []
-        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
-            for entry in entries:
-                if parsed := parse_name(entry.name):
-                    with contextlib.suppress(OSError):  # a client may remove it between listing and stat
-                        status = entry.stat(follow_symlinks=False)
-                        files.append(SpoolFile(Path(entry.path), *parsed, status.st_size, status.st_mtime))
-        return files
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """The folder's descriptor. Opened each time: somebody may have removed the folder and made another."""
+        descriptor = open_folder(self.folder, self._trust)
+        try:
+            self._settle(descriptor)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _settle(self, folder: int) -> None:
+        """Give a folder of our own that holds nothing else the mode and group of the settings.
+
+        Raises:
+            PermissionError: another folder, which more users may write to than the settings say.
+        """
+        # A client removes what it has read, so the group's readers may write here; everyone else may only look.
+        readable = self._mode & 0o444
+        mode = readable | (readable & 0o440) >> 1 | readable >> 2
+        status = os.fstat(folder)
+        group = status.st_gid if self._group is None else self._group
+        if (stat.S_IMODE(status.st_mode) & 0o777, status.st_gid) == (mode, group):
+            return
+        if status.st_uid == os.geteuid() and all(_is_ours(name) for name in os.listdir(folder)):
+            if group != status.st_gid:
+                os.fchown(folder, -1, group)
+            os.fchmod(folder, mode | status.st_mode & 0o7000)
+        elif status.st_mode & stat.S_IWGRP & ~mode:
+            text = f"group {status.st_gid} may write there, and the mode of the settings is {self._mode:o}"
+            raise PermissionError(errno.EPERM, text, str(self.folder))
 
     def _rescan(self) -> None:
         now_s = self._clock()
@@ -237,31 +250,40 @@ class Spool:
                 return f"{self.folder} has {free} bytes free, the record needs {size}"
         return None
 
-    def _create(self, path: Path) -> int:
-        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            if self._group is not None:
-                os.fchown(descriptor, -1, self._group)
-            os.fchmod(descriptor, self._mode)  # not os.open's mode: the umask would narrow it
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
-
-    def _write_atomically(self, name: str, text: str) -> None:
-        path = self.folder / f".{name}.{os.getpid()}.{threading.get_ident()}{TMP_SUFFIX}"
-        try:
-            descriptor = self._create(path)
+    @contextlib.contextmanager
+    def _published(self, temporary: str, name: str) -> Iterator[int]:
+        """A new file to write, renamed into place at the end; gone after an exception."""
+        with self._opened() as folder:
+            descriptor = create(folder, temporary, self._mode, self._group)
             try:
-                write_all(descriptor, text.encode())
+                yield descriptor
+                publish(folder, descriptor, temporary, name)
+            except BaseException:
+                with contextlib.suppress(OSError):  # some names are not a record's: nobody else would ever remove them
+                    os.unlink(temporary, dir_fd=folder)
+                raise
             finally:
                 os.close(descriptor)
-            path.rename(self.folder / name)
-        except OSError:
-            with contextlib.suppress(OSError):  # its name is not a record's: nobody else would ever remove it
-                path.unlink()
-            raise
+
+    def _write_atomically(self, name: str, text: str) -> None:
+        temporary = f".{name}.{os.getpid()}.{threading.get_ident()}{TMP_SUFFIX}"
+        with self._published(temporary, name) as descriptor:
+            write_all(descriptor, text.encode())
+
+
+def _files(folder: int) -> list[SpoolFile]:
+    files: list[SpoolFile] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if parsed := parse_name(entry.name):
+                with contextlib.suppress(OSError):  # a client may remove it between listing and stat
+                    status = entry.stat(follow_symlinks=False)
+                    files.append(SpoolFile(entry.name, *parsed, status.st_size, status.st_mtime))
+    return files
+
+
+def _is_ours(name: str) -> bool:
+    return name == SPEC_FILE or parse_name(name) is not None
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -11,8 +11,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from eyas.capture.strictjson import loads
+
+MAX_HEADER_BYTES: Final = 1 << 20  # ours are a few kilobytes; what a file claims beyond is not read
+_MAX_FILE_BYTES: Final = 2**63 - 1
 ITEM_SIZE: Final = {"I64": 8, "U64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E4M3": 1}
 
 
@@ -71,28 +75,59 @@ def parse_header(data: bytes | memoryview, file_bytes: int) -> Layout:
         file_bytes: the file's size, which the offsets must fill exactly.
 
     Raises:
-        ValueError: truncated, not safetensors, or offsets that overlap, leave holes or leave the file.
+        ValueError: truncated, longer than MAX_HEADER_BYTES, not safetensors, or offsets that overlap, leave holes or
+            leave the file.
     """
     if len(data) < 8:
         raise ValueError("shorter than a safetensors header")
     length = int.from_bytes(data[:8], "little")
     base = 8 + length
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes, at most {MAX_HEADER_BYTES} are read")
     if base > min(len(data), file_bytes):
         raise ValueError("truncated safetensors header")
-    try:
-        entries = json.loads(bytes(data[8:base]))
-        metadata = entries.pop("__metadata__", {})
-        infos = {
-            name: TensorInfo(e["dtype"], tuple(e["shape"]), base + e["data_offsets"][0], base + e["data_offsets"][1])
-            for name, e in entries.items()
-        }
-        edge = base
-        for info in sorted(infos.values(), key=lambda i: (i.start, i.stop)):
-            if info.start != edge or info.stop - info.start != math.prod(info.shape) * ITEM_SIZE[info.dtype]:
-                raise ValueError("tensor offsets overlap, leave holes or do not fit their shape")
-            edge = info.stop
-    except (KeyError, TypeError, AttributeError, IndexError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"damaged safetensors header: {error!r}") from error
+    entries = loads(bytes(data[8:base]), MAX_HEADER_BYTES)
+    if not isinstance(entries, dict):
+        raise ValueError("damaged safetensors header: not an object")  # noqa: TRY004  the one error of all parsers
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("damaged safetensors header: metadata must be texts")
+    infos = {name: _tensor_info(entry, base) for name, entry in entries.items()}
+    edge = base
+    for info in sorted(infos.values(), key=lambda i: (i.start, i.stop)):
+        if info.start != edge:
+            raise ValueError("tensor offsets overlap or leave holes")
+        edge = info.stop
     if edge != file_bytes:
         raise ValueError(f"file has {file_bytes} bytes, its header describes {edge}")
     return Layout(bytes(data[:base]), infos, metadata, file_bytes)
+
+
+def _tensor_info(entry: Any, base: int) -> TensorInfo:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("damaged safetensors header: a tensor has dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
+        raise ValueError("damaged safetensors header: unknown dtype")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError("damaged safetensors header: shapes and offsets are integers from 0 on")
+    size = _size_of(shape, ITEM_SIZE[dtype])
+    if offsets[1] - offsets[0] != size:
+        raise ValueError("damaged safetensors header: offsets do not fit the shape")
+    return TensorInfo(dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _size_of(shape: Sequence[int], item_size: int) -> int:
+    """Bytes of a tensor. Stops where no file can hold it: the product of a thousand dimensions is a huge number."""
+    if 0 in shape:
+        return 0
+    size = item_size
+    for dimension in shape:
+        size *= dimension
+        if size > _MAX_FILE_BYTES:
+            raise ValueError("damaged safetensors header: a shape larger than any file")
+    return size
