@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import ssl
@@ -17,6 +18,8 @@ from eyas.extract.engine import CaptureRequest, Failed, Retry
 API_KEY_ENV: Final = "EYAS_API_KEY"  # what the settings do not give
 DUPLICATE_RID: Final = "duplicate-rid"
 _KEEP_ALIVE_S: Final = 2.0
+_SMALL_BYTES: Final = 1 << 20  # a reply with one token and the plugin's word, the model's info
+_LARGE_BYTES: Final = 256 << 20  # log-probabilities of the longest prompts
 _SHORT_TIMEOUT_S: Final = 15.0  # connecting, and questions that need no forward
 _INFO_PATHS: Final = ("/model_info", "/get_model_info")  # the newer name first; older releases know only the second
 _TOO_LONG: Final = ("is longer than the model", "exceeds the maximum allowed length", "maximum context length")
@@ -27,6 +30,10 @@ _ROWS_FAULT: Final = (400, 413, 422)
 
 class ServerAway(EngineError):
     """The server does not answer, or not yet: it may be restarting."""
+
+
+class ReplyTooLarge(httpx.RequestError):
+    """More bytes than such a reply can have; the rest was not read."""
 
 
 class SGLangClient:
@@ -45,16 +52,17 @@ class SGLangClient:
         parsed = _parsed(url)
         self.where = str(parsed.copy_with(username=None, password=None)).rstrip("/")
         self.port = parsed.port or (443 if parsed.scheme == "https" else 80)
-        headers = {"Content-Type": "application/json"}
+        # Compressed, a small reply could be a huge one.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         auth = httpx.BasicAuth(parsed.username, parsed.password) if parsed.username else None
         if key := _api_key(cfg):
             headers["Authorization"], auth = f"Bearer {key}", None
+        self._timeout_s = cfg.timeout_s
         self._http = httpx.AsyncClient(
             base_url=self.where,
             headers=headers,
             auth=auth,
             verify=_verification(cfg),
-            timeout=httpx.Timeout(cfg.timeout_s, connect=_SHORT_TIMEOUT_S, pool=None),
             # The caller's window bounds them. The server drops an idle connection after 5 s: be sure to be first.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
             transport=transport,
@@ -70,7 +78,7 @@ class SGLangClient:
         """
         for path in _INFO_PATHS:
             try:
-                response = await self._http.get(path, timeout=_SHORT_TIMEOUT_S)
+                response = await self._ask("GET", path, _SMALL_BYTES, within_s=_SHORT_TIMEOUT_S)
             except httpx.RequestError as error:
                 raise self.unreachable(error) from error
             self._check_authorised(response)
@@ -101,17 +109,20 @@ class SGLangClient:
                 "custom_params": {SPEC_PARAM: spec_id, LAST_PARAM: request.last_runs},
             },
         }
-        answer = await self.post(body)
+        answer = await self.post(body, _SMALL_BYTES)
         return answer if isinstance(answer, Failed) else read_reply(answer)
 
-    async def post(self, body: dict[str, Any]) -> dict[str, Any] | Failed:
-        """Send one request to /generate: the reply, or by name why there is none.
+    async def post(self, body: dict[str, Any], limit: int = _LARGE_BYTES) -> dict[str, Any] | Failed:
+        """Send one request to /generate: the reply of at most `limit` bytes, or by name why there is none.
 
         Raises:
             EngineError: not authorised.
         """
         try:
-            response = await self._http.post("/generate", content=json.dumps(body, separators=(",", ":")))
+            content = json.dumps(body, separators=(",", ":"))
+            response = await self._ask("POST", "/generate", limit, within_s=self._timeout_s, content=content)
+        except ReplyTooLarge as error:
+            return Failed("reply-too-large", str(error), Retry.PROBE)
         except httpx.TimeoutException as error:
             return Failed("reply-late", type(error).__name__, Retry.PROBE)
         except httpx.RequestError as error:  # a body that cannot be decoded is no TransportError
@@ -120,6 +131,30 @@ class SGLangClient:
         if response.status_code != 200:
             return http_failure(response.status_code, _message(response))
         return _json_object(response)
+
+    async def _ask(
+        self, method: str, path: str, limit: int, *, within_s: float, content: str | None = None
+    ) -> httpx.Response:
+        """One exchange, bounded in time and size whatever the other side sends.
+
+        Raises:
+            ReplyTooLarge: more than `limit` bytes. httpx.RequestError: the transport.
+        """
+        body = bytearray()
+        timeout = httpx.Timeout(within_s, connect=_SHORT_TIMEOUT_S, pool=None)
+        try:
+            # httpx waits so long for each piece; a server that drips must not hold us for ever.
+            async with (
+                asyncio.timeout(within_s),
+                self._http.stream(method, path, content=content, timeout=timeout) as response,
+            ):
+                async for part in response.aiter_bytes():
+                    body += part
+                    if len(body) > limit:
+                        raise ReplyTooLarge(f"more than {limit} bytes")
+        except TimeoutError as error:
+            raise httpx.ReadTimeout("the reply did not end in time") from error
+        return httpx.Response(response.status_code, content=bytes(body))
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -132,6 +167,8 @@ class SGLangClient:
                 return EngineError("no trust in the server's certificate", self.where, hint)
             case ssl.SSLError():
                 return EngineError("no TLS with the server", self.where, "does it speak plain http?")
+        if isinstance(error, ReplyTooLarge):
+            return EngineError("not an SGLang server", self.where, f"its answer has {error}")
         if isinstance(error, httpx.TimeoutException):
             return ServerAway("the server does not answer", self.where, f"waited {_SHORT_TIMEOUT_S:.0f} s")
         if isinstance(error, httpx.ConnectError):
@@ -147,6 +184,19 @@ class SGLangClient:
     def _scrub(error: Exception) -> str:
         """The error's kind only: a transport's text may quote the URL or headers."""
         return type(error).__name__
+
+
+def prefill_body(request: CaptureRequest) -> dict[str, Any]:
+    """What /generate needs to prefill one row and answer with one token."""
+    rid = str(request.rid)
+    return {
+        "rid": rid,
+        "input_ids": request.tokens,
+        # Another key, another branch of the radix cache: no prefix is taken from an earlier row.
+        "extra_key": rid,
+        # With 0 new tokens the reply carries no extras.
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+    }
 
 
 def http_failure(status: int, message: str) -> Failed:
@@ -175,13 +225,18 @@ def read_reply(body: dict[str, Any]) -> CaptureReply | Failed:
             return CaptureReply.from_dict(word)
         except ValueError as error:
             return Failed("bad-reply", str(error), Retry.PROBE)
+    return aborted(meta) or Failed("no-plugin-reply", "the reply says nothing of the capture", Retry.PROBE)
+
+
+def aborted(meta: dict[str, Any]) -> Failed | None:
+    """What it means for the row when its reply says that the server broke off; None when it does not."""
     finish = meta.get("finish_reason")
-    if isinstance(finish, dict) and finish.get("type") == "abort":
-        message = str(finish.get("message", ""))
-        if any(text in message for text in _TOO_LONG):
-            return Failed("row-too-long", message, Retry.NEVER)
-        return Failed(str(Refusal.ABORTED), message, Retry.PROBE)
-    return Failed("no-plugin-reply", "the reply says nothing of the capture", Retry.PROBE)
+    if not (isinstance(finish, dict) and finish.get("type") == "abort"):
+        return None
+    message = str(finish.get("message", ""))
+    if any(text in message for text in _TOO_LONG):
+        return Failed("row-too-long", message, Retry.NEVER)
+    return Failed(str(Refusal.ABORTED), message, Retry.PROBE)
 
 
 def _parsed(url: str) -> httpx.URL:
@@ -210,7 +265,12 @@ def _verification(cfg: ServerConfig) -> ssl.SSLContext | bool:
 
 
 def _api_key(cfg: ServerConfig) -> str:
-    return cfg.api_key.get_secret_value() if cfg.api_key is not None else os.environ.get(API_KEY_ENV, "")
+    """Raises ConfigError, which does not show it, for a key that no HTTP header can carry."""
+    key = cfg.api_key.get_secret_value() if cfg.api_key is not None else os.environ.get(API_KEY_ENV, "")
+    if not (key.isascii() and key.isprintable()) or key != key.strip():
+        hint = f"check server.api_key or {API_KEY_ENV} for spaces, line ends and quotation marks"
+        raise ConfigError("the API key holds a character that no HTTP header can carry", hint=hint)
+    return key
 
 
 def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
@@ -227,7 +287,7 @@ def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
 def _json_object(response: httpx.Response) -> dict[str, Any]:
     try:
         body = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):  # not JSON, or nested without end
         return {}
     return body if isinstance(body, dict) else {}
 
