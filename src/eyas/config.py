@@ -176,6 +176,8 @@ class ServerConfig(Section):
 
     spool: Path | None = None
     """Folder the plugin writes records to; default: `eyas-<port>` in shared memory, as `eyas serve` sets it."""
+    spool_owner: str | None = None
+    """User (name or number) whose spool folder is trusted besides root's, our own, and those of groups we belong to."""
     api_key: SecretStr | None = None
     """Bearer token; better given in the environment variable EYAS_API_KEY. Never logged."""
     ca_file: Path | None = None
@@ -207,8 +209,9 @@ class ServeConfig(Section):
 class ExtractConfig(Section):
     """The extraction run."""
 
-    engine: Literal["auto", "sglang", "hf", "fake"] = "auto"
-    """auto: sglang where a server is named, else hf. fake: made-up states, to rehearse disks and resume."""
+    engine: Literal["auto", "sglang", "hf", "dumpdir", "fake"] = "auto"
+    """auto: dumpdir where a dump folder is named, sglang where a server is, else hf. fake: made-up states, to rehearse
+    disks and resume."""
     window_requests: Annotated[int, Field(ge=1)] = 32
     """Rows in flight, per worker."""
     window_tokens: Annotated[int, Field(ge=1)] = 262_144
@@ -226,6 +229,39 @@ class ExtractConfig(Section):
     model_dtype: Literal["auto", "bf16", "f16", "f32"] = "auto"
     """hf engine: dtype the target runs in; auto is the checkpoint's own."""
     trust_remote_code: bool = False
+
+
+class DumpdirConfig(Section):
+    """A server that was patched to dump states into folders (docs/dumpdir.md)."""
+
+    folder: Path | None = None
+    """Where it makes them; `--dump-dir`."""
+    last: Literal["pre-norm", "post-norm"] | None = None
+    """Whether its last states are from before or after the final norm; `--last`. The store always holds those after."""
+    pattern: str = "req_*"
+    """Glob of the dump folders."""
+    done: str = "done"
+    """Marker file that it writes into a dump when that is complete."""
+    num_tokens: str = "meta.json:num_tokens"
+    """Where a dump's token count is: `FILE` or `FILE:KEY`, of JSON, plain text or a `.pt` file."""
+    aux_file: str = "aux.pt"
+    """Where the layers' states are: `FILE` or `FILE:KEY`; `{layer}` for files or keys by layer, `*` for the number of a
+    chunk: `layer_{layer}.pt`, `chunk_*.pt:aux`. Shapes [T, A*H], [T, A, H], or a list of A times [T, H]."""
+    last_file: str = "last.pt"
+    """Where the last states are, likewise: [T, H]."""
+    remove: bool = True
+    """Remove a dump that was stored; others' dumps always stay."""
+    check: Literal["content", "count"] = "content"
+    """What tells dumps apart: the reply's log-probabilities against lm_head x last; or the token count alone, which
+    cannot tell a foreign dump of equal length."""
+    check_tokens: Annotated[int, Field(ge=0)] = 16
+    """How many of the row's last tokens have their log-probabilities compared, besides the answer's."""
+    check_top: Annotated[int, Field(ge=0)] = 16
+    """How many alternatives to the answer have theirs compared."""
+    tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Nats by which a log-probability may differ; default: by dtype (docs/dumpdir.md)."""
+    max_file_bytes: Bytes = 16 << 30
+    """Largest file of a dump that is read."""
 
 
 class StoreConfig(Section):
@@ -260,6 +296,7 @@ class Config(Section):
     serve: ServeConfig = ServeConfig()
     server: ServerConfig = ServerConfig()
     extract: ExtractConfig = ExtractConfig()
+    dumpdir: DumpdirConfig = DumpdirConfig()
     store: StoreConfig = StoreConfig()
     fake: FakeConfig = FakeConfig()
 

@@ -10,6 +10,7 @@ The rules, for one request id:
 
 from __future__ import annotations
 
+import reprlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -166,9 +167,13 @@ class Assembler:
     def _begin(self, chunk: Chunk) -> Record | Refused:
         if RequestId.parse(chunk.rid) is None:
             return Refused(Refusal.BAD_REQUEST, f"malformed request id {chunk.rid[:80]!r}")
+        if not isinstance(chunk.params, Mapping):
+            return Refused(Refusal.BAD_REQUEST, "custom_params must be an object")
         asked = chunk.params.get(SPEC_PARAM)
         if asked != self._spec_id:
-            return Refused(Refusal.SPEC_DIFFERS, f"request asks for {asked!r}, this server captures {self._spec_id}")
+            return Refused(
+                Refusal.SPEC_DIFFERS, f"request asks for {reprlib.repr(asked)}, this server captures {self._spec_id}"
+            )
         runs = self._runs(chunk)
         if isinstance(runs, Refused):
             return runs

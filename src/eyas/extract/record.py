@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -60,20 +60,30 @@ def refused(reason: str, detail: str = "") -> Failed:
 
 
 def open_record(
-    path: Path, request: CaptureRequest, spec: CaptureSpec, release: Callable[[], None] = lambda: None
+    path: Path,
+    request: CaptureRequest,
+    spec: CaptureSpec,
+    release: Callable[[], None] = lambda: None,
+    owners: Collection[int] | None = None,
 ) -> Captured | Failed:
     """Read a record and check that it is the answer to `request` under `spec`. Blocks: call it in a thread.
+
+    Args:
+        path: the file.
+        request, spec: what it must answer, and how.
+        release: drops the record at its origin.
+        owners: user ids whose file it may be; None is anybody.
 
     Returns:
         Its tensors in memory of our own, with the digests its header claims (comparing them with the bytes is the
         reader's, who passes over the bytes anyway); or a failure named after the first claim that does not hold.
     """
     most = _MAX_HEADER_BYTES + spec.record_bytes(len(request.tokens), count_of(request.last_runs))
-    data = _read(path, most)
+    data = _read(path, most, owners)
     if isinstance(data, Failed):
         return data
     try:
-        plan = parse_header(memoryview(data), len(data))
+        plan = parse_header(data.data, len(data))
         header = RecordHeader.from_json(plan.metadata[RECORD_METADATA])
         digests = int(header.aux, 16), int(header.last, 16)
     except (ValueError, TypeError) as error:
@@ -85,7 +95,7 @@ def open_record(
     return Captured(_view(data, plan, "aux"), _view(data, plan, "last"), *digests, release)
 
 
-def _read(path: Path, most: int) -> npt.NDArray[np.uint8] | Failed:
+def _read(path: Path, most: int, owners: Collection[int] | None) -> npt.NDArray[np.uint8] | Failed:
     """The whole file, where it is a plain one of at most `most` bytes."""
     try:
         # In a folder that others may write to, a link must not lead elsewhere nor a pipe make us wait.
@@ -94,10 +104,12 @@ def _read(path: Path, most: int) -> npt.NDArray[np.uint8] | Failed:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 return Failed("record-unreadable", "not a regular file")
+            if owners is not None and status.st_uid not in owners:
+                return Failed("record-foreign", f"the file belongs to user {status.st_uid}")
             if status.st_size > most:
                 return Failed("record-damaged", f"the file has {status.st_size} bytes, the row's needs {most} at most")
             data = np.empty(status.st_size, dtype=np.uint8)
-            done, view = 0, memoryview(data)
+            done, view = 0, data.data
             while done < len(data) and (got := os.preadv(descriptor, [view[done:]], done)):
                 done += got
         finally:

@@ -61,7 +61,7 @@ class SGLangEngine:
         transport: what carries the requests; None is the network.
 
     Raises:
-        ConfigError: not a URL, or an unreadable certificate file.
+        ConfigError: not a URL, an unreadable certificate file, or a spool owner who does not exist.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SGLangEngine:
         self._spec = spec
         self._cfg = cfg
         self._run, self._session, self._share = run, session, share
-        self._inbox = Inbox(cfg.spool or Path(f"/dev/shm/eyas-{self._client.port}"))
+        self._inbox = Inbox(cfg.spool or Path(f"/dev/shm/eyas-{self._client.port}"), cfg.spool_owner)
         self._max_row_tokens: int | None = None
         self._proving = asyncio.Lock()
         self._proofs = 0
@@ -158,7 +158,9 @@ class SGLangEngine:
         if isinstance(path, Failed):
             result = path
         else:
-            result = await asyncio.to_thread(open_record, path, request, self._spec, self._remover(rid))
+            result = await asyncio.to_thread(
+                open_record, path, request, self._spec, self._remover(rid), self._inbox.owners
+            )
         if isinstance(result, Failed):
             self._inbox.abandon(rid)
         return result
@@ -254,7 +256,7 @@ class SGLangEngine:
             hint = f"{path.reason}: {path.detail}; is this the spool of {self._client.where}?"
             kind = EngineError if path.reason == RECORD_LATE else ProbeFailed
             raise kind("the probe's record did not come", self.spool, hint)
-        result = await asyncio.to_thread(open_record, path, request, live)
+        result = await asyncio.to_thread(open_record, path, request, live, owners=self._inbox.owners)
         if isinstance(result, Failed):
             if result.reason == "record-unreadable":
                 hint = "run as the server's user, or serve with a spool mode and group that you belong to"
