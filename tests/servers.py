@@ -30,7 +30,7 @@ STAND_INS = Path(__file__).parent / "sglang_cpu"
 START_DEADLINE_S = 300.0
 CPU_ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    "PYTHONPATH": f"{STAND_INS / 'stubs'}{os.pathsep}{STAND_INS / 'plugin'}",
+    "PYTHONPATH": os.pathsep.join(map(str, (STAND_INS / "stubs", STAND_INS / "plugin", ROOT / "src"))),
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",  # tiny models: threads that wait for each other on a busy machine cost more than they bring

@@ -123,8 +123,9 @@ class Recorder:
         assert isinstance(step, Record)
         if not step.complete:
             return None
-        self._lane_of(step).jobs.put(_Finish(step))
-        return CaptureReply("accepted", self.spec_id, token_hash(chunk.prompt), step.tokens)
+        reply = CaptureReply("accepted", self.spec_id, token_hash(chunk.prompt), step.tokens)
+        self._lane_of(step).jobs.put(_Finish(step))  # last: nothing after it can fail, so it is never answered with no
+        return reply
 
     def refuse(self, rid: str, prompt: Sequence[int], refused: Refused) -> CaptureReply:
         """Give up a request's record by name."""
@@ -220,9 +221,15 @@ class Recorder:
         except Exception as error:  # as above: one record's fault must not stop the others
             logger.exception("eyas: record %s not written", record.rid)
             refused = Refused(Refusal.PLUGIN_ERROR, repr(error))
-        if refused is not None:
-            self.spool.fail(record.rid, refused.reason, refused.detail)
         record.parts.clear()
+        if refused is not None:
+            self._fail(record.rid, refused)
+
+    def _fail(self, rid: str, refused: Refused) -> None:
+        try:
+            self.spool.fail(rid, refused.reason, refused.detail)
+        except Exception:  # as above; the client's deadline says so too
+            logger.exception("eyas: no word of %s, which was not written", rid)
 
 
 def refusal(spec_id: str, prompt: Sequence[int], refused: Refused) -> CaptureReply:

@@ -56,6 +56,7 @@ _RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
 _LOGITS: Final = "sglang.srt.layers.logits_processor.LogitsProcessor"
 _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _WEIGHT_SOURCES: Final = ("disk", "distributed", "tensor", "ipc")
+_BEYOND_TOKENS: Final = ("lora_id", "input_embeds", "positional_embed_overrides", "multimodal_inputs")
 _STREAMER: Final = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 #: From 0.5.23 the server's own flags bring the last state; before, our hooks attach it under the same name.
@@ -120,8 +121,7 @@ class Plugin:
         try:
             if self._silent or batch is None or worker.is_draft_worker:
                 return
-            if self.recorder is not None:
-                self.recorder.sweep()  # first: what an aborted request had reserved may be what the next one needs
+            self._sweep()  # first: what an aborted request had reserved may be what the next one needs
             if batch.forward_mode.is_extend() and any(is_own_rid(request.rid) for request in batch.reqs):
                 self._capture(result, batch)
         except Exception as error:  # noqa: BLE001 - never raise into the server
@@ -135,6 +135,13 @@ class Plugin:
         self.failure = "capture is off: the weights were replaced in the running server; restart it"
 
     # --- capture ------------------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        try:
+            if self.recorder is not None:
+                self.recorder.sweep()
+        except Exception as error:  # noqa: BLE001 - no reason to lose the rows of this forward
+            self._log_once("sweep", error)
 
     def _capture(self, result: Any, batch: Any) -> None:
         try:
@@ -209,6 +216,9 @@ class Share:
     def capture(self, recorder: Recorder) -> CaptureReply | None:
         """Hand it to the recorder."""
         request = self.request
+        if named := beyond_tokens(request):
+            refused = Refused(Refusal.BAD_REQUEST, f"its states depend on more than its token ids: {named}")
+            return _give_up(request, refused, recorder)
         chunk = Chunk(
             rid=request.rid,
             start=self.start,
@@ -219,6 +229,12 @@ class Share:
             retractions=request.retraction_count,
         )
         return recorder.capture(chunk, *self.rows)
+
+
+def beyond_tokens(request: Any) -> str:
+    """What besides token ids shapes a request's states, empty for plain text; a record's identity knows only those."""
+    given = (name for name in _BEYOND_TOKENS if getattr(request, name, None) is not None)
+    return ", ".join(given)
 
 
 def own_shares(result: Any, batch: Any) -> Iterator[Share]:
@@ -261,11 +277,23 @@ def attach_last(result: Any, processor: Any, input_ids: Any, hidden_states: Any,
 
 def around_stream_output(original: Callable[..., Any], streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> Any:
     """SGLang pads a request's extra info with None for every other request of the same message: send two messages."""
-    own = [request for request in reqs if has_reply(request)]
+    try:
+        own = [request for request in reqs if has_reply(request)]
+    except Exception:  # never raise into the server
+        logger.exception("eyas: outputs not told apart: own requests go without a reply")
+        own = _withdraw_replies(reqs)
     if not own or len(own) == len(reqs):
         return original(streamer, reqs, *args, **kwargs)
     original(streamer, [request for request in reqs if not has_reply(request)], *args, **kwargs)
     return original(streamer, own, *args, **kwargs)
+
+
+def _withdraw_replies(reqs: Any) -> list[Any]:
+    """No reply is better than another user's entry: a client takes its absence for a failed attempt."""
+    for request in reqs:
+        if info := getattr(request, "customized_info", None):
+            request.customized_info = {key: value for key, value in info.items() if key != REPLY_KEY} or None
+    return []
 
 
 def has_reply(request: Any) -> bool:

@@ -1,0 +1,311 @@
+"""Extraction beside everything else a server does: other users, imitators, aborts, disconnects, a tiny KV pool.
+
+One server: radix cache on, chunks of 64 tokens that decoding requests may share, a KV pool of 2,048 tokens, so that
+decoding requests are taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from eyas.capture.contract import LAST_PARAM, SPEC_FILE, SPEC_PARAM, CaptureReply, RequestId
+from eyas.data.corpus import Corpus
+from eyas.errors import ConfigError, Interrupted, StoreError
+from eyas.extract.build import Job
+from eyas.extract.engine import Captured, CaptureRequest, Failed, Retry
+from eyas.extract.runner import plan
+from eyas.extract.sglang_client import SGLangClient
+from eyas.positions import kept_runs
+from faults_support import (
+    CONTEXT,
+    EDGES,
+    LONGEST,
+    SERVER_FLAGS,
+    Neighbours,
+    Run,
+    hello,
+    make_corpus,
+    must_be_empty,
+    settings,
+    some_lengths,
+    wait_until,
+)
+from servers import Server, sglang_server
+from sglang_cpu.models import VOCAB_SIZE, tiny_llama
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+POOL = 2048
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = [*SERVER_FLAGS, "--enable-mixed-chunk", "--max-total-tokens", str(POOL)]
+    with sglang_server(model, tmp_path_factory.mktemp("traffic"), flags=flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def neighbours(server: Server) -> Neighbours:
+    return Neighbours(server)
+
+
+@pytest.fixture
+def new_run(server: Server, model: Path, tmp_path: Path) -> Callable[..., Run]:
+    def make(lengths: list[int], *overrides: str, name: str = "store") -> Run:
+        corpus = make_corpus(tmp_path / f"{name}.parquet", lengths, seed=len(lengths))
+        return Run(corpus, tmp_path / name, model, server, settings(server, *overrides))
+
+    return make
+
+
+@contextmanager
+def repeating(function: Callable[[], object], threads: int = 1) -> Iterator[None]:
+    """Call it over and over in the background while the body runs; the caller's exception counts."""
+    stop = threading.Event()
+
+    def go() -> None:
+        while not stop.is_set():
+            function()
+
+    with ThreadPoolExecutor(threads) as pool:
+        going = [pool.submit(go) for _ in range(threads)]
+        try:
+            yield
+        finally:
+            stop.set()
+        for each in going:
+            each.result()
+
+
+def test_a_servers_own_warm_up_is_not_captured(server: Server) -> None:
+    assert [path.name for path in server.spool.iterdir()] == [SPEC_FILE]
+    log = server.log.read_text(errors="replace")
+    assert "The server is fired up" in log
+    assert re.search(r'"POST /generate HTTP/1.1" 200', log), "no warm-up was sent"
+
+
+def test_rows_at_the_edges_of_chunk_and_context(new_run: Callable[..., Run], neighbours: Neighbours) -> None:
+    run = new_run([*EDGES, *EDGES])
+    with neighbours.around():
+        summary = run.now()
+    run.must_end_well(summary)
+
+
+@pytest.mark.parametrize("length", [LONGEST + 1, CONTEXT - 1, CONTEXT, CONTEXT + 1, 2 * POOL])
+def test_a_row_above_the_context_limit(new_run: Callable[..., Run], server: Server, length: int) -> None:
+    """Refused before the run; a server that admits less than it said fails it by name, and for good."""
+    run = new_run([40, length, 64])
+    with pytest.raises(ConfigError, match=f"1 rows are longer than the engine admits.*{LONGEST}") as caught:
+        plan(run.corpus, run.store, cfg=run.cfg, model=str(run.model), server=server.url).check(run.store)
+    assert caught.value.where == "row 1"
+    with pytest.raises(ConfigError, match="longer than the engine admits"):
+        run.now()
+    assert not run.store.exists()
+
+    async def asked() -> Captured | Failed | CaptureReply:
+        client = SGLangClient(server.url, run.cfg.server)
+        try:
+            request = CaptureRequest(RequestId("t" * 8, "s" * 8, 0, 0), [11] * length, [0, 1])
+            return await client.generate(request, hello(server).spec_id)
+        finally:
+            await client.close()
+
+    failed = asyncio.run(asked())
+    assert isinstance(failed, Failed)
+    assert (failed.reason, failed.retry) == ("row-too-long", Retry.NEVER), failed
+    must_be_empty(server.spool)
+
+
+def test_decoding_users_requests_are_taken_back_while_rows_are_prefilled(
+    new_run: Callable[..., Run], neighbours: Neighbours
+) -> None:
+    """More decoding users than the KV pool holds: SGLang takes some back and prefills them again, mixed with ours."""
+    before = server_log(neighbours.server).count("KV cache pool is full")
+    run = new_run(some_lengths(80, seed=1))
+    with neighbours.around(10, tokens=300, pause_s=0), run.going() as going:
+        pass
+    run.must_end_well(going.result())
+    assert server_log(neighbours.server).count("KV cache pool is full") > before, "nothing was taken back"
+
+
+def server_log(server: Server) -> str:
+    return server.log.read_text(errors="replace")
+
+
+def test_users_who_hang_up(new_run: Callable[..., Run], neighbours: Neighbours) -> None:
+    """In the queue, in prefill, while decoding; under ids of their own and under ids like ours."""
+    server, rng = neighbours.server, random.Random(3)
+    hung_up = []
+
+    def hang_up() -> None:
+        body = {
+            "rid": f"eyas.{'x' * 8}.{'y' * 8}.{rng.randrange(10**8):08d}.00",
+            "input_ids": rng.choices(range(10, VOCAB_SIZE), k=rng.choice([10, 300, 900])),
+            "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
+        }
+        if rng.random() < 0.5:
+            del body["rid"]
+        with contextlib.suppress(httpx.TimeoutException):
+            httpx.post(f"{server.url}/generate", json=body, timeout=rng.choice([0.02, 0.1, 0.4]))
+        hung_up.append(1)
+
+    run = new_run(some_lengths(80, seed=2))
+    with neighbours.around(2), repeating(hang_up, 3), run.going() as going:
+        pass
+    assert len(hung_up) > 10
+    run.must_end_well(going.result())
+
+
+@pytest.mark.parametrize("whose", ["one of ours", "ours by prefix", "all"])
+def test_abort_request(new_run: Callable[..., Run], server: Server, whose: str) -> None:
+    """A few times in the run, in prefill where they meet one: rows fail, are tried again, and end right."""
+    run = new_run(some_lengths(60, seed=4, longest=900), "extract.attempts=10")
+    aborted = 0
+
+    def body() -> dict[str, Any]:
+        match whose:
+            case "one of ours":
+                rid = RequestId(_run_of(run), run.session(), random.randrange(60), 0)
+                return {"rid": str(rid)}
+            case "ours by prefix":
+                return {"rid": f"eyas.{_run_of(run)}"}
+            case _:
+                return {"rid": "", "abort_all": True}
+
+    with run.going() as going:
+        while not going.done() and aborted < (200 if whose == "one of ours" else 6):
+            httpx.post(f"{server.url}/abort_request", json=body(), timeout=30).raise_for_status()
+            aborted += 1
+            time.sleep(0.01 if whose == "one of ours" else 0.2)
+    summary = going.result()
+    assert aborted > 1
+    if whose != "one of ours":
+        assert summary.retries > 0, "no abort met a row"
+    run.must_end_well(summary)
+
+
+def _run_of(run: Run) -> str:
+    return Job(run.corpus, run.store, "", None, run.cfg, "").run
+
+
+# --- those who imitate us ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", ["same", "other"])
+@pytest.mark.parametrize("kept", ["same", "other"])
+def test_a_user_takes_our_very_ids(new_run: Callable[..., Run], server: Server, tokens: str, kept: str) -> None:
+    """Before, at the same time and after ours, under exactly our run, session, row and attempt, with our spec."""
+    run = new_run(some_lengths(60, seed=5), "extract.window_requests=3", "extract.attempts=10")
+    rows = list(Corpus.open(run.corpus).rows(0, 60))
+    agreed = hello(server).spec_id
+    sent = []
+
+    def imitate(row: int, attempt: int) -> None:
+        ids = rows[row].tokens.tolist()
+        runs = kept_runs(rows[row].loss_mask, "loss") if kept == "same" else [0, 1]
+        body = {
+            "rid": str(RequestId(_run_of(run), run.session(), row, attempt)),
+            "input_ids": ids if tokens == "same" else [(token + 1) % VOCAB_SIZE for token in ids],
+            "extra_key": f"imitator-{len(sent)}",
+            "sampling_params": {"max_new_tokens": 1, "custom_params": {SPEC_PARAM: agreed, LAST_PARAM: runs}},
+        }
+        sent.append(httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code)
+
+    with run.going() as going, ThreadPoolExecutor(6) as pool:
+        stored = run.rows_stored()
+        near = [row for row in range(stored, 60) for _ in range(2)] + list(range(stored))
+        for job in [pool.submit(imitate, row, attempt) for row in near for attempt in (0, 1)]:
+            job.result()
+    summary = going.result()
+    assert sent.count(200) > 20
+    if "other" in (tokens, kept):
+        assert summary.retries > 0, "no imitator was ever quicker"
+    for path in server.spool.glob(f"eyas.{_run_of(run)}.*"):  # those sent after the run had ended are the imitator's
+        path.unlink()
+    run.must_end_well(summary)
+
+
+@pytest.mark.parametrize("params", [None, {SPEC_PARAM: "0" * 32, LAST_PARAM: [0, 1]}, {SPEC_PARAM: 7}, {"eyas": "x"}])
+def test_users_with_ids_like_ours(new_run: Callable[..., Run], neighbours: Neighbours, params: Any) -> None:
+    """Malformed and well-formed, with and without our parameters: they get their tokens, and no record."""
+    server = neighbours.server
+    names = ["eyas.", "eyas.x", "eyas.../../x", "eyas." + "a" * 300, "eyas.AAAAAAAA.bbbbbbbb.00000001.00", "EYAS.x"]
+    names += [f"eyas.{'q' * 8}.{'r' * 8}.{n:08d}.{n:02d}" for n in range(8)]
+    run = new_run(some_lengths(30, seed=6))
+
+    def ask(number: int) -> list[int]:
+        body = Neighbours.body(0, 24)
+        if params is not None:
+            body["sampling_params"]["custom_params"] = params
+        return server.generate(rid=f"{names[number % len(names)]}", **body)["output_ids"]
+
+    with run.going() as going:
+        got = [ask(number) for number in range(len(names))]
+    assert all(tokens == got[0] for tokens in got)
+    assert got[0] == neighbours.alone(0)
+    run.must_end_well(going.result())
+
+
+# --- several of us ----------------------------------------------------------------------------------------------------
+
+
+def test_two_clients_on_one_server(new_run: Callable[..., Run], neighbours: Neighbours) -> None:
+    """Two stores of equally long rows, one of them filled by two worker processes."""
+    one, two = (new_run([130] * 40 + some_lengths(20, seed=n), name=f"store{n}") for n in (1, 2))
+    with neighbours.around(2), one.going() as first, two.going(workers=2) as second:
+        pass
+    one.must_end_well(first.result())
+    two.must_end_well(second.result())
+
+
+def test_two_clients_on_one_store_share_its_shards(new_run: Callable[..., Run]) -> None:
+    """Whole shards are leased; the client that finds the last ones leased says so, and nothing is stored twice."""
+    run = new_run([200] * 60, "store.shard_bytes=2MB")
+    results = []
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(run.now, workers=2), pool.submit(run.now, workers=2)]:
+            try:
+                results.append(future.result())
+            except StoreError as error:
+                assert "another process has leased them" in error.what
+    run.must_end_well(run.now())
+    assert sum(summary.rows_now for summary in results) <= 60
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_client_that_is_stopped_resumes(new_run: Callable[..., Run], number: signal.Signals) -> None:
+    run = new_run(some_lengths(120, seed=7), "extract.window_requests=2")
+    config = run.store.with_suffix(".yaml")
+    config.write_text(run.cfg.model_dump_json())
+    command = [sys.executable, "-m", "eyas", "extract", str(run.corpus), str(run.store), "--model", str(run.model)]
+    command += ["--server", run.server.url, "--config", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: run.rows_stored() > 3 or process.poll() is not None, "no row was ever stored")
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == (-signal.SIGKILL if number is signal.SIGKILL else Interrupted.exit_code), errors
+    assert "Traceback" not in errors
+    assert 0 < run.rows_stored() < 120
+    run.must_end_well(run.now())
