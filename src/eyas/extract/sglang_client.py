@@ -97,18 +97,8 @@ class SGLangClient:
         Raises:
             EngineError: not authorised.
         """
-        rid = str(request.rid)
-        body = {
-            "rid": rid,
-            "input_ids": request.tokens,
-            # Another key, another branch of the radix cache: no prefix is taken from an earlier row.
-            "extra_key": rid,
-            "sampling_params": {
-                "max_new_tokens": 1,  # with 0 the reply carries no word of the plugin
-                "temperature": 0,
-                "custom_params": {SPEC_PARAM: spec_id, LAST_PARAM: request.last_runs},
-            },
-        }
+        body = prefill_body(request)
+        body["sampling_params"]["custom_params"] = {SPEC_PARAM: spec_id, LAST_PARAM: request.last_runs}
         answer = await self.post(body, _SMALL_BYTES)
         return answer if isinstance(answer, Failed) else read_reply(answer)
 
