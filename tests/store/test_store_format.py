@@ -262,5 +262,5 @@ def test_documented_example_is_the_golden_store(golden):
 
 
 def test_documented_journal_line():
-    line = session_line(Session("p", "s", [{"engine": "golden"}])).decode()
+    line = session_line(Session("p", "s", "c", [{"engine": "golden"}])).decode()
     assert block("<!-- journal -->") == line

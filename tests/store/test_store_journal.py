@@ -24,6 +24,7 @@ SESSIONS = st.builds(
     Session,
     st.text("0123456789abcdef", min_size=4, max_size=4),
     st.just("spec"),
+    st.just("corpus"),
     st.lists(st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=2), max_size=2),
 )
 
@@ -74,8 +75,8 @@ def test_noise_is_never_trusted_and_never_raises(data):
 
 
 def test_the_last_word_about_a_row_counts_and_moves_it_to_that_session():
-    first = Session("p", "s", [{"engine": "a"}])
-    second = Session("p", "s", [{"engine": "b"}])
+    first = Session("p", "s", "c", [{"engine": "a"}])
+    second = Session("p", "s", "c", [{"engine": "b"}])
     text = (
         session_line(first)
         + row_line(RowFailed(3, "aborted"))
@@ -93,6 +94,6 @@ def test_a_row_without_a_session_is_damage(line):
 
 
 def test_provenance_is_of_those_who_wrote_and_independent_of_their_order():
-    a, b, idle = (Session("p", "s", [{"engine": name}]) for name in "abc")
+    a, b, idle = (Session("p", "s", "c", [{"engine": name}]) for name in "abc")
     a.rows[1], b.rows[2] = RowOk(1, 0, 0), RowOk(2, 0, 0)
     assert merged_provenance([a, b, idle]) == merged_provenance([b, idle, a]) == [{"engine": "a"}, {"engine": "b"}]

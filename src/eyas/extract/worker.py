@@ -47,6 +47,7 @@ class Report:
         rows, tokens, failed: rows stored, their tokens, and rows given up.
         retries, waits: sends that were tried again; waits are those that back-pressure caused.
         failure: row, reason and detail of a row given up.
+        retried: row, attempt number, reason and detail of a send that failed and is tried again; not of waits.
         done: the shard is complete.
         note: a line for the user.
     """
@@ -59,6 +60,7 @@ class Report:
     retries: int = 0
     waits: int = 0
     failure: tuple[int, str, str] | None = None
+    retried: tuple[int, int, str, str] | None = None
     done: bool = False
     note: str = ""
 
@@ -186,6 +188,8 @@ class Worker:
         writer = await self._in_thread(self._store.lease, shard, contents)
         if writer is None:
             return None
+        for finding in writer.distrusted:
+            self._report(Report(shard.index, note=f"{shard.name}: {finding}; captured again"))
         pending = set(writer.pending)
         open_shard = _OpenShard(writer, len(pending))
         self._open.append(open_shard)
@@ -227,8 +231,11 @@ class Worker:
                 return True
             if self._stopping.is_set():
                 return False  # stays pending: the next session tries it afresh
-            waits = int(result.retry is Retry.WAIT)
-            self._report(Report(shard.index, waits=waits, retries=1 - waits))
+            if result.retry is Retry.WAIT:
+                self._report(Report(shard.index, waits=1))
+            else:
+                retried = (row.index, send, result.reason, result.detail)
+                self._report(Report(shard.index, retries=1, retried=retried))
             if result.retry is Retry.PROBE:
                 self._report(Report(shard.index, note=f"{result.reason}: waiting until the server proves itself again"))
                 await self._engine.reprobe()

@@ -10,6 +10,7 @@ manifest.json                   all sidecars and their totals
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -19,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.capture.contract import DTYPES, CaptureSpec, field_hash
+from eyas.capture.strictjson import loads
 from eyas.capture.tensorfile import Layout, layout
-from eyas.store.journal import Provenance
-from eyas.store.plan import Plan, Shard
+from eyas.store.journal import Provenance, Session, digest_field, int_field, provenance_field, text_field
+from eyas.store.plan import MAX_SHARD_TOKENS, Plan, Shard
 
 FORMAT: Final = "eyas-store"
 FORMAT_VERSION: Final = 1
@@ -157,14 +159,11 @@ def _document(head: Mapping[str, Any], table_name: str, table: Sequence[Any]) ->
 
 
 def _load(text: str | bytes, kind: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"not JSON: {error}") from error
+    data = loads(text, len(text))  # whoever read the file has bounded it
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("kind") != kind:
         raise ValueError(f"not a {kind} of an {FORMAT}")
     if data.get("version") != FORMAT_VERSION:
-        raise ValueError(f"format version {data.get('version')}, this is version {FORMAT_VERSION}")
+        raise ValueError(f"format version {reprlib.repr(data.get('version'))}, this is version {FORMAT_VERSION}")
     return data
 
 
@@ -207,12 +206,20 @@ class StoreInfo:
             spec = CaptureSpec.from_dict(data["spec"])
             if spec.spec_id != data["spec_id"]:
                 raise ValueError("spec_id is not the hash of the spec")
-            shards = tuple(Shard(index, *(int(x) for x in row)) for index, row in enumerate(data["shards"]))
-            plan = Plan(shards, str(data["plan"]), int(data["total_bytes"]))
-            str(data["corpus"]["digest"])
-            return cls(spec, dict(data["corpus"]), int(data["shard_bytes"]), plan)
-        except (KeyError, TypeError) as error:
+            plan = Plan(_shards(data["shards"]), text_field(data["plan"]), int_field(data["total_bytes"]))
+            text_field(data["corpus"]["digest"])
+            return cls(spec, dict(data["corpus"]), int_field(data["shard_bytes"]), plan)
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a field is missing or ill-typed: {error!r}") from error
+
+    def session(self, provenance: Sequence[Provenance]) -> Session:
+        """A journal's session for rows of this store, none yet."""
+        return Session(self.plan.digest, self.spec.spec_id, self.corpus["digest"], list(provenance))
+
+    def owns(self, session: Session) -> bool:
+        """Whether a journal's session wrote rows of this very store."""
+        mine = (self.plan.digest, self.spec.spec_id, self.corpus["digest"])
+        return (session.plan, session.spec_id, session.corpus) == mine
 
     def layout(self, shard: Shard) -> Layout:
         return shard_layout(shard, self.spec, self.corpus["digest"], self.plan.digest)
@@ -231,6 +238,19 @@ class StoreInfo:
         if not found and self.plan.digest != other.plan.digest:
             found.append(f"plan: {self.plan.digest} != {other.plan.digest}")
         return found
+
+
+def _shards(table: list[Any]) -> tuple[Shard, ...]:
+    """The planned shards, whose rows follow one another. Raises ValueError."""
+    shards = tuple(Shard(index, *(int_field(number) for number in row)) for index, row in enumerate(table))
+    edge = 0
+    for shard in shards:
+        if shard.start != edge or shard.stop <= edge or max(shard.tokens, shard.positions) > MAX_SHARD_TOKENS:
+            raise ValueError(f"{shard.stem} of rows {shard.start} to {shard.stop} is in no plan")
+        edge = shard.stop
+    if not shards:
+        raise ValueError("no shard is planned")
+    return shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,22 +303,25 @@ class Sidecar:
         """Raises ValueError for anything but what `to_json` writes."""
         data = _load(text, "shard")
         try:
-            start, stop = data["rows"]
+            start, stop = (int_field(row) for row in data["rows"])
+            failed = {int(row): text_field(reason) for row, reason in data["failed"].items()}
+            if list(map(str, failed)) != list(data["failed"]) or not all(start <= row < stop for row in failed):
+                raise ValueError(f"failed rows that are not of {start} to {stop}")
             return cls(
-                name=str(data["name"]),
-                rows=(int(start), int(stop)),
-                tokens=int(data["tokens"]),
-                positions=int(data["positions"]),
-                bytes=int(data["bytes"]),
-                failed={int(row): str(reason) for row, reason in data["failed"].items()},
-                spec_id=str(data["spec_id"]),
-                corpus=str(data["corpus"]),
-                plan=str(data["plan"]),
-                index_xxh3=int(data["index_xxh3"], 16),
-                provenance=[dict(p) for p in data["provenance"]],
+                name=text_field(data["name"]),
+                rows=(start, stop),
+                tokens=int_field(data["tokens"]),
+                positions=int_field(data["positions"]),
+                bytes=int_field(data["bytes"]),
+                failed=failed,
+                spec_id=text_field(data["spec_id"]),
+                corpus=text_field(data["corpus"]),
+                plan=text_field(data["plan"]),
+                index_xxh3=digest_field(data["index_xxh3"]),
+                provenance=provenance_field(data["provenance"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a field is missing or ill-typed: {error!r}") from error
+            raise ValueError(f"a field is missing or ill-typed: {error!r}"[:300]) from error
 
 
 def manifest_json(info: StoreInfo, sidecars: Sequence[Sidecar]) -> str:

@@ -2,7 +2,7 @@
 
     <xxh3-64 of the JSON, 16 hex> <compact JSON>\n
 
-    {"session": {"plan": ..., "spec_id": ..., "provenance": [...]}}     who writes the rows that follow
+    {"session": {"plan", "spec_id", "corpus", "provenance"}}            who writes the rows that follow, and of what
     {"row": 7, "aux": "<xxh3>", "last": "<xxh3>"}                       row 7's states are in the file
     {"row": 8, "failed": "retracted", "detail": "..."}                  row 8 will not come
 
@@ -12,13 +12,19 @@ A later line about a row replaces the earlier one. Whatever follows the first da
 from __future__ import annotations
 
 import json
+import re
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import xxhash
 
+from eyas.capture.strictjson import loads
+
 Provenance = dict[str, str]
+MAX_LINE_BYTES: Final = 1 << 20  # a session's provenance; a row's line has a hundred bytes
+_DIGEST: Final = re.compile("[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +50,14 @@ class Session:
     """Rows written by one engine under one plan.
 
     Attributes:
+        plan, spec_id, corpus: what the rows are of; a plan knows their lengths only, the corpus's digest their tokens.
         provenance: the engines; several only where a finished shard was reopened.
         rows: by corpus row number.
     """
 
     plan: str
     spec_id: str
+    corpus: str
     provenance: list[Provenance]
     rows: dict[int, RowOk | RowFailed] = field(default_factory=dict)
 
@@ -76,7 +84,12 @@ def _line(payload: dict[str, Any]) -> bytes:
 
 def session_line(session: Session) -> bytes:
     """The line that opens a session."""
-    head = {"plan": session.plan, "spec_id": session.spec_id, "provenance": session.provenance}
+    head = {
+        "plan": session.plan,
+        "spec_id": session.spec_id,
+        "corpus": session.corpus,
+        "provenance": session.provenance,
+    }
     return _line({"session": head})
 
 
@@ -103,6 +116,8 @@ def decode_journal(data: bytes) -> Journal:
     offset = 0
     while (end := data.find(b"\n", offset)) >= 0:
         try:
+            if end - offset > MAX_LINE_BYTES:
+                raise ValueError(f"{end - offset} bytes long")
             entry = _parse(data[offset:end])
             if isinstance(entry, Session):
                 sessions.append(entry)
@@ -114,7 +129,7 @@ def decode_journal(data: bytes) -> Journal:
                 sessions[-1].rows[entry.row] = entry
                 owner[entry.row] = sessions[-1]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return Journal(sessions, offset, f"damaged line at byte {offset}: {error}")
+            return Journal(sessions, offset, f"damaged line at byte {offset}: {error}"[:300])
         offset = end + 1
     return Journal(sessions, offset)
 
@@ -123,13 +138,46 @@ def _parse(line: bytes) -> Session | RowOk | RowFailed:
     checksum, _, text = line.partition(b" ")
     if checksum != xxhash.xxh3_64_hexdigest(text).encode():
         raise ValueError("checksum differs")
-    data = json.loads(text)
+    data = loads(text, MAX_LINE_BYTES)
     if "session" in data:
         head = data["session"]
-        return Session(str(head["plan"]), str(head["spec_id"]), [dict(p) for p in head["provenance"]])
+        of = (text_field(head[key]) for key in ("plan", "spec_id", "corpus"))
+        return Session(*of, provenance_field(head["provenance"]))
+    row = int_field(data["row"])
     if "failed" in data:
-        return RowFailed(int(data["row"]), str(data["failed"]), str(data["detail"]))
-    return RowOk(int(data["row"]), int(data["aux"], 16), int(data["last"], 16))
+        return RowFailed(row, text_field(data["failed"]), text_field(data["detail"]))
+    return RowOk(row, digest_field(data["aux"]), digest_field(data["last"]))
+
+
+# --- fields of documents, believed only if they are what we write -----------------------------------------------------
+
+
+def int_field(value: object) -> int:
+    """An integer from 0 on. Raises ValueError."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"not a count: {reprlib.repr(value)}")
+    return value
+
+
+def text_field(value: object) -> str:
+    """A text. Raises ValueError."""
+    if not isinstance(value, str):
+        raise ValueError(f"not a text: {reprlib.repr(value)}")  # noqa: TRY004  the one error of all parsers
+    return value
+
+
+def digest_field(value: object) -> int:
+    """An xxh3-64 as 16 hex digits. Raises ValueError."""
+    if not _DIGEST.fullmatch(text_field(value)):
+        raise ValueError(f"not 16 hex digits: {reprlib.repr(value)}")
+    return int(text_field(value), 16)
+
+
+def provenance_field(value: object) -> list[Provenance]:
+    """A list of objects of texts. Raises ValueError."""
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ValueError(f"not a list of engines: {reprlib.repr(value)}")
+    return [{key: text_field(text) for key, text in one.items()} for one in value]
 
 
 def merged_provenance(sessions: Sequence[Session]) -> list[Provenance]:

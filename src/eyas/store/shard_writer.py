@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from eyas.store.files import (
     hash_range,
     pwrite_all,
     pwrite_zeros,
+    read_journal,
     write_atomic,
 )
 from eyas.store.format import KnownTensors, RowStatus, StoreInfo
@@ -36,6 +39,9 @@ from eyas.store.plan import Shard
 from eyas.store.shardfile import read_index, sidecar_of, state_span
 
 
+_DETAIL: Final = 1000  # characters of a reason that are kept: a server may say anything
+
+
 def flat(data: Any) -> memoryview:
     """The bytes of any C-contiguous buffer, without a copy.
 
@@ -48,6 +54,25 @@ def flat(data: Any) -> memoryview:
     return view.cast("B")
 
 
+class Distrust(StrEnum):
+    """Why what a journal says of a row is not believed. The row is captured again."""
+
+    DAMAGED = "journal-damaged"  # a line is not what was written; nor is what follows it believed
+    FOREIGN = "journal-foreign"  # rows of another plan, spec or corpus, or of another shard
+    DIFFERS = "row-differs"  # the bytes in the file are not those that were journalled
+
+
+@dataclass(frozen=True, slots=True)
+class Distrusted:
+    """One finding of a journal's replay."""
+
+    kind: Distrust
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}"
+
+
 class ShardWriter:
     """A shard under lease. `put` and `fail` may be called from several threads.
 
@@ -56,10 +81,12 @@ class ShardWriter:
 
     Attributes:
         shard: what is being written.
+        distrusted: what the journal that was found claimed and is not believed.
     """
 
     def __init__(self, info: StoreInfo, shard: Shard, paths: ShardPaths, known: KnownTensors, fd: int) -> None:
         self.shard = shard
+        self.distrusted: list[Distrusted] = []
         self._info, self._paths, self._known, self._fd = info, paths, known, fd
         self._layout: Layout = info.layout(shard)
         self._spec: CaptureSpec = info.spec
@@ -81,14 +108,13 @@ class ShardWriter:
         """
         with disk_errors(self._paths.part):
             self._write_known()
-            try:
-                data = self._paths.journal.read_bytes()
-            except FileNotFoundError:
-                data = b""
-            self._sessions = self._trusted(decode_journal(data).sessions)
+            journal = decode_journal(read_journal(self._paths.journal))
+            if journal.damage:
+                self.distrusted.append(Distrusted(Distrust.DAMAGED, journal.damage))
+            self._sessions = self._trusted(journal.sessions)
             mine = [dict(provenance)]
             if not self._sessions or self._sessions[-1].provenance != mine:
-                self._sessions.append(Session(self._info.plan.digest, self._spec.spec_id, mine))
+                self._sessions.append(self._info.session(mine))
             self._rows = {row: entry for session in self._sessions for row, entry in session.rows.items()}
             # Rewritten as a whole: a torn tail would damage the line appended after it.
             text = encode_journal(self._sessions)
@@ -109,27 +135,33 @@ class ShardWriter:
             pwrite_all(self._fd, flat(values), tensors[name].start)
 
     def _trusted(self, sessions: list[Session]) -> list[Session]:
-        """Sessions of this plan, with the rows whose bytes in the file are the journalled ones."""
+        """Sessions of this store, with the rows whose bytes in the file are the journalled ones."""
         # Clean pages are dropped first, so that what is hashed is what the disk holds.
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         kept = []
         for session in sessions:
-            if (session.plan, session.spec_id) != (self._info.plan.digest, self._spec.spec_id):
+            if not self._info.owns(session):
+                if session.rows:
+                    detail = f"{len(session.rows)} rows of another plan, spec or corpus"
+                    self.distrusted.append(Distrusted(Distrust.FOREIGN, detail))
                 continue
-            rows = {row: entry for row, entry in session.rows.items() if self._holds(entry)}
-            if rows:
-                kept.append(Session(session.plan, session.spec_id, session.provenance, rows))
+            session.rows = {row: entry for row, entry in session.rows.items() if self._holds(entry)}
+            if session.rows:
+                kept.append(session)
         return kept
 
     def _holds(self, entry: RowOk | RowFailed) -> bool:
         if not self.shard.start <= entry.row < self.shard.stop:
+            self.distrusted.append(Distrusted(Distrust.FOREIGN, f"row {entry.row} is another shard's"))
             return False
         if isinstance(entry, RowFailed):
             return True
-        return (
-            hash_range(self._fd, *self._span("aux", entry.row)) == entry.aux
-            and hash_range(self._fd, *self._span("last", entry.row)) == entry.last
-        )
+        claimed = {"aux": entry.aux, "last": entry.last}
+        differ = [field for field in claimed if hash_range(self._fd, *self._span(field, entry.row)) != claimed[field]]
+        if differ:
+            detail = f"bytes of row {entry.row}'s {' and '.join(differ)} are not those that were journalled"
+            self.distrusted.append(Distrusted(Distrust.DIFFERS, detail))
+        return not differ
 
     def _span(self, field: str, row: int) -> tuple[int, int]:
         offsets = self._known.row_offsets if field == "aux" else self._known.last_offsets
@@ -188,7 +220,7 @@ class ShardWriter:
         """
         self._claim(row)
         try:
-            self._record(RowFailed(row, reason, detail))
+            self._record(RowFailed(row, reason[:_DETAIL], detail[:_DETAIL]))
         finally:
             self._land(row)
 

@@ -31,6 +31,9 @@ from eyas.store.files import (
     disk_errors,
     fsync_dir,
     lock_file,
+    make_folder,
+    pread_all,
+    read_journal,
     sweep_new,
     write_atomic,
     write_new,
@@ -110,7 +113,7 @@ class StoreWriter:
             if folder.exists() and not folder.is_dir():
                 raise StoreError("not a folder", folder, "name one to keep the store in")
             if not dry:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
             path = folder / STORE_FILE
             if not path.exists():
                 own = (STORE_FILE, EVENTS_DIR)
@@ -180,6 +183,7 @@ class StoreWriter:
                     paths.part.unlink()
                     os.close(fd)
                     return None
+                self._check_own(shard, fd)
                 paths.sidecar.unlink(missing_ok=True)  # of a shard that somebody removed
                 known = self._known(shard, contents)
                 allocate(fd, self.info.layout(shard).file_bytes)
@@ -193,6 +197,20 @@ class StoreWriter:
                 os.close(fd)
                 raise
             return writer
+
+    def _check_own(self, shard: Shard, fd: int) -> None:
+        """A part that is a link is written to only if it is this shard's: a store may come from anybody.
+
+        Raises:
+            StoreError: it leads to another file.
+        """
+        path, status = self.paths(shard).part, os.fstat(fd)
+        if not path.is_symlink() and status.st_nlink == 1:
+            return
+        planned = self.info.layout(shard)
+        if status.st_size != planned.file_bytes or pread_all(fd, 0, len(planned.header)) != planned.header:
+            hint = "remove the link; its target was not touched"
+            raise StoreError("an open shard is a link to another file", path, hint)
 
     def _known(self, shard: Shard, contents: Contents) -> Any:
         try:
@@ -225,11 +243,8 @@ class StoreWriter:
             os.close(fd)
 
     def _journal(self, paths: ShardPaths) -> list[Session]:
-        try:
-            sessions = decode_journal(paths.journal.read_bytes()).sessions
-        except FileNotFoundError:
-            return []
-        return [session for session in sessions if session.plan == self.plan.digest]
+        sessions = decode_journal(read_journal(paths.journal)).sessions
+        return [session for session in sessions if self.info.owns(session)]
 
     def reopen_failed(self, shard: Shard) -> bool:
         """Make the failed rows of a complete shard pending again: the shard becomes open, its good rows stay.
@@ -271,7 +286,7 @@ class StoreWriter:
                     return False
                 fds.append(fd)
             index = read_index(fds[0], paths.final)
-            session = Session(self.plan.digest, self.info.spec.spec_id, sidecar.provenance)
+            session = self.info.session(sidecar.provenance)
             for position, (status, hashes) in enumerate(zip(index.row_status, index.row_xxh3, strict=True)):
                 row = index.shard.start + position
                 if status == RowStatus.OK:
