@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -285,7 +285,7 @@ class Injector:
         return {FAULTS_ENV: str(self.control)}
 
     @contextmanager
-    def injecting(self, **steps: dict[str, float]) -> Iterator[None]:
+    def injecting(self, **steps: Mapping[str, float]) -> Iterator[None]:
         """Faults while the body runs; `_` in a step's name stands for `-`."""
         self.write(**steps)
         try:
@@ -293,8 +293,8 @@ class Injector:
         finally:
             self.write()
 
-    def write(self, **steps: dict[str, float]) -> None:
-        named = {step.replace("_", "-"): asked for step, asked in steps.items()}
+    def write(self, **steps: Mapping[str, float]) -> None:
+        named = {step.replace("_", "-"): dict(asked) for step, asked in steps.items()}
         text = json.dumps({"seed": 1, "steps": named})
         new = self.control.with_name(f"{self.control.name}.new")
         new.write_text(text)

@@ -188,6 +188,8 @@ class SGLangEngine:
         request = CaptureRequest(rid, tokens, [0, _PROBE_TOKENS])
         try:
             reply = self._probe_reply(await self._client.generate(request, live.spec_id))
+            if hello is None and reply.reason == Refusal.PLUGIN_ERROR:  # it has a better word than a missing file
+                raise EngineError(f"the plugin refuses the probe: {reply.reason}", self._client.where, reply.detail)
             if hello is None:
                 raise no_spool or AssertionError("neither hello nor error")
             self._check_agreement(live, reply)
@@ -254,7 +256,8 @@ class SGLangEngine:
         path = await self._inbox.wait(str(request.rid), self._cfg.record_deadline_s)
         if isinstance(path, Failed):
             hint = f"{path.reason}: {path.detail}; is this the spool of {self._client.where}?"
-            kind = EngineError if path.reason == RECORD_LATE else ProbeFailed
+            # At the start it is the wrong spool; later a writer that is behind.
+            kind = EngineError if path.reason == RECORD_LATE and not self._proofs else ProbeFailed
             raise kind("the probe's record did not come", self.spool, hint)
         result = await asyncio.to_thread(open_record, path, request, live, owners=self._inbox.owners)
         if isinstance(result, Failed):
