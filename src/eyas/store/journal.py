@@ -141,8 +141,8 @@ def _parse(line: bytes) -> Session | RowOk | RowFailed:
     data = loads(text, MAX_LINE_BYTES)
     if "session" in data:
         head = data["session"]
-        of = (text_field(head[key]) for key in ("plan", "spec_id", "corpus"))
-        return Session(*of, provenance_field(head["provenance"]))
+        plan, spec_id, corpus = (text_field(head[key]) for key in ("plan", "spec_id", "corpus"))
+        return Session(plan, spec_id, corpus, provenance_field(head["provenance"]))
     row = int_field(data["row"])
     if "failed" in data:
         return RowFailed(row, text_field(data["failed"]), text_field(data["detail"]))

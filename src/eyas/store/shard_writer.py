@@ -38,7 +38,6 @@ from eyas.store.journal import (
 from eyas.store.plan import Shard
 from eyas.store.shardfile import read_index, sidecar_of, state_span
 
-
 _DETAIL: Final = 1000  # characters of a reason that are kept: a server may say anything
 
 
