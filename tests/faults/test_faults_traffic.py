@@ -1,6 +1,6 @@
 """Extraction beside everything else a server does: other users, imitators, aborts, disconnects, a tiny KV pool.
 
-One server: radix cache on, chunks of 64 tokens that decoding requests may share, a KV pool of 2,048 tokens, so that
+One server: radix cache on, chunks of 64 tokens that decoding requests may share, a KV pool of 1,100 tokens, so that
 decoding requests are taken back.
 """
 
@@ -51,7 +51,7 @@ from sglang_cpu.models import VOCAB_SIZE, tiny_llama
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-POOL = 2048
+POOL = CONTEXT + 76
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = [*SERVER_FLAGS, "--enable-mixed-chunk", "--max-total-tokens", str(POOL)]
+    flags += ["--schedule-conservativeness", "0.05"]  # admits more than fits, so that some are taken back
     with sglang_server(model, tmp_path_factory.mktemp("traffic"), flags=flags) as running:
         yield running
 
@@ -144,7 +145,7 @@ def test_decoding_users_requests_are_taken_back_while_rows_are_prefilled(
     """More decoding users than the KV pool holds: SGLang takes some back and prefills them again, mixed with ours."""
     before = server_log(neighbours.server).count("KV cache pool is full")
     run = new_run(some_lengths(80, seed=1))
-    with neighbours.around(10, tokens=300, pause_s=0), run.going() as going:
+    with neighbours.around(10, tokens=100, pause_s=0), run.going() as going:
         pass
     run.must_end_well(going.result())
     assert server_log(neighbours.server).count("KV cache pool is full") > before, "nothing was taken back"
