@@ -24,8 +24,12 @@ class EventLog:
         if path is None:
             return
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            with contextlib.suppress(FileExistsError):
+                path.parent.mkdir(mode=0o700, parents=True)
+                path.parent.chmod(0o700)  # whatever the umask: the log names hosts, paths and rows
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._fd = os.open(path, flags, 0o600)
+            os.fchmod(self._fd, 0o600)
             # Fails on a file system without locks: sessions then look dead to one another.
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -46,7 +50,8 @@ class EventLog:
 def is_open(path: Path) -> bool:
     """Whether a living process holds the log at `path`."""
     try:
-        with path.open("rb") as file:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not make us wait
+        with open(descriptor, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

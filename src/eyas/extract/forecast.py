@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
 from eyas.capture.contract import CaptureSpec
+from eyas.capture.folder import read_limited
+from eyas.capture.strictjson import loads
 from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError, StoreError
 from eyas.extract.engine import EngineInfo
 from eyas.extract.progress import human_bytes, human_time
 from eyas.store.format import EVENTS_DIR
+
+_MAX_LOG_BYTES: Final = 256 << 20  # a line every few seconds, and one for each row that failed
+_MAX_LINE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +153,24 @@ def forecast(
 
 def last_rate(events: Path) -> float | None:
     """Tokens/s of the latest session that an event log tells of."""
-    rates = [(event["t"], event["tokens_per_s"]) for event in _read(events) if event.get("tokens_per_s")]
+    rates = [
+        (event["t"], event["tokens_per_s"])
+        for event in _read(events)
+        if event.get("tokens_per_s") and all(type(event.get(key)) in (int, float) for key in ("t", "tokens_per_s"))
+    ]
     return max(rates)[1] if rates else None
 
 
-def _read(events: Path) -> Iterator[dict]:
+def _read(events: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(events.glob("*.jsonl")) if events.is_dir() else ():
-        for line in path.read_bytes().split(b"\n"):
+        try:
+            lines = read_limited(path, _MAX_LOG_BYTES)[0].split(b"\n")
+        except (OSError, ValueError):
+            continue
+        for line in lines:
             try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
+                event = loads(line, _MAX_LINE_BYTES)
+            except ValueError:
                 continue  # a torn tail: the log is for people, nothing depends on it
             if isinstance(event, dict):
                 yield event

@@ -16,9 +16,10 @@ from typing import Final
 import numpy as np
 
 from eyas.capture.contract import field_hash
-from eyas.errors import IntegrityError
+from eyas.capture.folder import read_limited
+from eyas.errors import IntegrityError, StoreError
 from eyas.store.documents import read_sidecar, read_store_info
-from eyas.store.files import ShardPaths, hash_range
+from eyas.store.files import MAX_DOCUMENT_BYTES, ShardPaths, hash_range, open_regular
 from eyas.store.format import (
     EVENTS_DIR,
     FIELDS,
@@ -182,7 +183,7 @@ def verify_shard(
     """
     name = Path(path).name
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(Path(path))
     except OSError as error:
         return Report(problems=(Problem(ProblemKind.UNREADABLE, name, None, error.strerror or str(error)),))
     try:
@@ -306,7 +307,7 @@ def _find(shard: Shard, paths: ShardPaths, names: set[str]) -> tuple[Sidecar | N
     if has[paths.final.name] and has[paths.sidecar.name]:
         try:
             sidecar = read_sidecar(paths.sidecar)
-        except (IntegrityError, OSError) as error:
+        except (IntegrityError, StoreError) as error:
             problems.append(Problem(ProblemKind.SIDECAR, shard.name, None, str(error)))
         problems += [
             Problem(ProblemKind.STRAY, shard.name, None, f"{p.name} beside the complete shard")
@@ -331,8 +332,8 @@ def _folder_problems(folder: Path, info: StoreInfo, names: set[str], sidecars: I
         yield Problem(ProblemKind.STRAY, name, None, "belongs to no planned shard")
     if MANIFEST_FILE in names:
         try:
-            text = (folder / MANIFEST_FILE).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = str(read_limited(folder / MANIFEST_FILE, MAX_DOCUMENT_BYTES)[0], "utf-8")
+        except (OSError, ValueError) as error:
             yield Problem(ProblemKind.MANIFEST, MANIFEST_FILE, None, str(error))
             return
         if text != manifest_json(info, list(sidecars)):

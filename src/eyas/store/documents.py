@@ -8,8 +8,17 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from eyas.capture.folder import read_limited
 from eyas.errors import IntegrityError, StoreError
-from eyas.store.files import ShardPaths, disk_errors, write_atomic
+from eyas.store.files import (
+    MAX_DOCUMENT_BYTES,
+    MAX_SIDECAR_BYTES,
+    ShardPaths,
+    disk_errors,
+    open_regular,
+    read_journal,
+    write_atomic,
+)
 from eyas.store.format import MANIFEST_FILE, STORE_FILE, Sidecar, StoreInfo, manifest_json
 from eyas.store.journal import RowOk, decode_journal
 
@@ -22,7 +31,7 @@ def read_store_info(root: str | Path) -> StoreInfo:
     """
     path = Path(root) / STORE_FILE
     try:
-        return StoreInfo.from_json(path.read_bytes())
+        return StoreInfo.from_json(read_limited(path, MAX_DOCUMENT_BYTES)[0])
     except FileNotFoundError as error:
         raise StoreError("no store here", root, f"no {STORE_FILE} in it; is the path right?") from error
     except NotADirectoryError as error:
@@ -38,14 +47,17 @@ def read_sidecar(path: Path) -> Sidecar | None:
 
     Raises:
         IntegrityError: damaged.
+        StoreError: the disk.
     """
     try:
-        return Sidecar.from_json(path.read_bytes())
+        return Sidecar.from_json(read_limited(path, MAX_SIDECAR_BYTES)[0])
     except FileNotFoundError:
         return None
     except ValueError as error:
         hint = f"{error}; remove it and run again to have it rebuilt from the shard"
         raise IntegrityError("damaged sidecar", path, hint) from error
+    except OSError as error:
+        raise StoreError(error.strerror or "cannot read", path) from error
 
 
 def read_complete(paths: ShardPaths) -> Sidecar | None:
@@ -72,10 +84,8 @@ def read_complete(paths: ShardPaths) -> Sidecar | None:
 
 def journalled_rows(paths: ShardPaths) -> list[int]:
     """Corpus rows that an open shard's journal says are stored; read only, so a writer may go on meanwhile."""
-    try:
-        sessions = decode_journal(paths.journal.read_bytes()).sessions
-    except FileNotFoundError:
-        return []
+    with disk_errors(paths.journal):
+        sessions = decode_journal(read_journal(paths.journal)).sessions
     return sorted(row for session in sessions for row, entry in session.rows.items() if isinstance(entry, RowOk))
 
 
@@ -87,7 +97,7 @@ def write_manifest(root: str | Path) -> None:
     """
     folder, info = Path(root), read_store_info(root)
     with disk_errors(folder):
-        lock = os.open(folder / STORE_FILE, os.O_RDWR | os.O_CLOEXEC)
+        lock = open_regular(folder / STORE_FILE, os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             names = set(os.listdir(folder))  # noqa: PTH208

@@ -1,10 +1,14 @@
-"""The few file operations the store is built on: locking, atomic replacement, full-size creation, error translation."""
+"""The few file operations the store is built on: locking, atomic replacement, full-size creation, error translation.
+
+What is made here is its owner's alone, whatever the umask: folders 0700, files 0600.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,8 +17,12 @@ from typing import Final
 
 import xxhash
 
-from eyas.errors import StoreError
+from eyas.capture.folder import read_limited
+from eyas.errors import IntegrityError, StoreError
 
+MAX_DOCUMENT_BYTES: Final = 256 << 20  # store.json and manifest.json have a line for each shard
+MAX_SIDECAR_BYTES: Final = 64 << 20  # a line for each failed row
+MAX_JOURNAL_BYTES: Final = 1 << 30  # a line for each row
 CHUNK_BYTES: Final = 512 << 10  # of whole items of any dtype; small enough to stay in cache between its uses
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_FALLOCATE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
@@ -79,6 +87,53 @@ def disk_errors(where: object) -> Iterator[None]:
         raise StoreError(error.strerror or type(error).__name__, at) from error
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder for its owner alone; one that is there stays as it is. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    else:
+        path.chmod(0o700)  # mkdir's mode is narrowed by the umask
+
+
+def create_new(path: Path) -> int:
+    """A descriptor of a new file for its owner alone, open for reading and writing.
+
+    Raises:
+        OSError: it exists (a link counts), or cannot be made.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, 0o600)  # whatever the umask
+    return fd
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of an existing regular file; a link is followed, but a pipe, which would make us wait, refused.
+
+    Raises:
+        OSError: absent, not a regular file, or cannot be opened.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
+
+
+def _open_or_create(path: Path) -> int:
+    while True:
+        try:
+            return open_regular(path, os.O_RDWR)
+        except FileNotFoundError:
+            if path.is_symlink():  # it leads nowhere
+                raise
+        with suppress(FileExistsError):  # another process was first: open that one
+            return create_new(path)
+
+
 def lock_file(path: Path, *, create: bool = False) -> int | None:
     """Open `path` for reading and writing under an exclusive `flock`; None while another process holds it.
 
@@ -89,7 +144,7 @@ def lock_file(path: Path, *, create: bool = False) -> int | None:
         OSError: the file is absent (without `create`) or cannot be opened.
     """
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+        fd = _open_or_create(path) if create else open_regular(path, os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with suppress(FileNotFoundError):
@@ -185,8 +240,24 @@ def fsync_dir(folder: Path) -> None:
         os.close(fd)
 
 
+def read_journal(path: Path) -> bytes:
+    """An open shard's journal; empty where there is none.
+
+    Raises:
+        IntegrityError: larger than any journal.
+        OSError: the disk.
+    """
+    try:
+        return read_limited(path, MAX_JOURNAL_BYTES)[0]
+    except FileNotFoundError:
+        return b""
+    except ValueError as error:
+        raise IntegrityError(f"not a journal: {error}", path, "remove it to capture its rows again") from error
+
+
 def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)  # left by a killed process; whatever it is, it is not written to
+    with open(create_new(path), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -14,12 +14,27 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from eyas.capture.folder import read_limited
+from eyas.capture.strictjson import loads
 from eyas.errors import ConfigError, IntegrityError, StoreError
 from eyas.store.check import verify_shard
 from eyas.store.documents import read_sidecar, read_store_info
-from eyas.store.files import ShardPaths, allocate, disk_errors, fsync_dir, lock_file, tmp_of, write_atomic
+from eyas.store.files import (
+    ShardPaths,
+    allocate,
+    create_new,
+    disk_errors,
+    fsync_dir,
+    lock_file,
+    open_regular,
+    tmp_of,
+    write_atomic,
+)
 from eyas.store.format import Sidecar
 from eyas.store.plan import Shard
+from eyas.store.shardfile import read_index
+
+_MAX_NOTE_BYTES = 64 << 10
 
 
 class MoveState(StrEnum):
@@ -98,16 +113,33 @@ def _intent(paths: ShardPaths) -> Path:
 def _finish_interrupted(paths: ShardPaths) -> None:
     """Remove the file that an interrupted move left behind, if the store points elsewhere by now."""
     intent = _intent(paths)
+    hint = "remove it, and look for copies"
     try:
-        old = Path(json.loads(intent.read_text())["remove"])
+        old = Path(loads(read_limited(intent, _MAX_NOTE_BYTES)[0], _MAX_NOTE_BYTES)["remove"])
+        if old.name != paths.final.name or not old.is_absolute():
+            raise ValueError("it names no shard")
     except FileNotFoundError:
         return
     except (ValueError, KeyError, TypeError) as error:
-        raise IntegrityError("damaged note of an interrupted move", intent, "remove it, and look for copies") from error
+        raise IntegrityError("damaged note of an interrupted move", intent, f"{hint} ({error})") from error
     if old.exists() and not old.samefile(paths.final):
+        # Whoever gave us the store may have written the note: nothing but a copy of this shard is removed for it.
+        if _header(old) != _header(paths.final):
+            raise IntegrityError(f"the note of an interrupted move names {old}, no copy of this shard", intent, hint)
         old.unlink()
         fsync_dir(old.parent)
     intent.unlink()
+
+
+def _header(path: Path) -> bytes:
+    """A shard file's header, which says of what store it is and which of its shards; empty for another file."""
+    fd = open_regular(path)
+    try:
+        return read_index(fd, path).layout.header
+    except IntegrityError:
+        return b""
+    finally:
+        os.close(fd)
 
 
 def _copy_and_switch(paths: ShardPaths, sidecar: Sidecar, dest: Path, *, home: bool) -> Move:
@@ -117,7 +149,7 @@ def _copy_and_switch(paths: ShardPaths, sidecar: Sidecar, dest: Path, *, home: b
     copied = 0
     if not home and dest.exists():
         # Left by a move interrupted before the switch; or by somebody else, and then it is not ours to replace.
-        if not verify_shard(dest, sidecar, finite=False).ok:
+        if dest.is_symlink() or not verify_shard(dest, sidecar, finite=False).ok:
             raise StoreError("another file of this name is there", dest, "use a folder of its own for each store")
     else:
         _copy(old, tmp, sidecar)
@@ -144,7 +176,7 @@ def _copy(source: Path, tmp: Path, sidecar: Sidecar) -> None:
     """Copy and check, or leave nothing."""
     tmp.unlink(missing_ok=True)
     try:
-        with source.open("rb") as src, tmp.open("xb") as dst:
+        with source.open("rb") as src, open(create_new(tmp), "wb") as dst:
             allocate(dst.fileno(), sidecar.bytes)
             offset = 0
             while offset < sidecar.bytes:

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from eyas.errors import IntegrityError, StoreError
 from eyas.store.documents import read_complete, read_sidecar, read_store_info
-from eyas.store.files import ShardPaths
+from eyas.store.files import ShardPaths, open_regular
 from eyas.store.format import Sidecar
 from eyas.store.plan import Shard
 from eyas.store.shardfile import read_index
@@ -57,7 +57,7 @@ class _MappedShard:
     """One shard's tensors over a mapping that lives as long as any of them."""
 
     def __init__(self, path: Path, shard: Shard, sidecar: Sidecar) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path)
         try:
             index = read_index(fd, path)
             if index.index_xxh3 != sidecar.index_xxh3 and not _retried(path, sidecar, index.index_xxh3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,14 +11,15 @@ import numpy.typing as npt
 import xxhash
 
 from eyas.capture.contract import CaptureSpec
-from eyas.capture.tensorfile import Layout, parse_header
+from eyas.capture.strictjson import loads
+from eyas.capture.tensorfile import MAX_HEADER_BYTES, Layout, parse_header
 from eyas.errors import IntegrityError
 from eyas.store.files import pread_all
 from eyas.store.format import FORMAT, FORMAT_VERSION, RowStatus, Sidecar, shard_layout
 from eyas.store.journal import RowFailed, Session, merged_provenance
 from eyas.store.plan import Shard
 
-MAX_HEADER_BYTES: Final = 1 << 20
+_MAX_INDEX_BYTES: Final = 1 << 30  # of a shard of terabytes; what a sparse file claims beyond is not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,13 @@ def state_span(
 def _metadata_shard(metadata: dict[str, str], layout: Layout) -> tuple[Shard, CaptureSpec, Layout]:
     if metadata["format"] != FORMAT or metadata["version"] != str(FORMAT_VERSION):
         raise ValueError(f"format {metadata['format']!r} version {metadata['version']!r}, expected {FORMAT_VERSION}")
-    spec = CaptureSpec.from_dict(json.loads(metadata["spec"]))
+    spec = CaptureSpec.from_dict(loads(metadata["spec"], MAX_HEADER_BYTES))
     start, stop = (int(x) for x in metadata["rows"].split(":"))
     shard = Shard(
         int(metadata["shard"]), start, stop, layout.tensors["tokens"].shape[0], layout.tensors["last_index"].shape[0]
     )
+    if shard.index < 0 or not 0 <= start < stop:
+        raise ValueError(f"shard {shard.index} of rows {start}:{stop}")
     return shard, spec, shard_layout(shard, spec, metadata["corpus"], metadata["plan"])
 
 
@@ -96,10 +98,12 @@ def read_index(fd: int, where: object) -> ShardIndex:
         shard, spec, expected = _metadata_shard(dict(layout.metadata), layout)
         if expected.header != layout.header:
             raise ValueError("header is not the one this format writes")
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        head_stop, tail_start = layout.tensors["aux"].start, layout.tensors["last"].stop
+        if (outside := head_stop + size - tail_start) > _MAX_INDEX_BYTES:
+            raise ValueError(f"an index of {outside} bytes, at most {_MAX_INDEX_BYTES} are read")
+    except (ValueError, KeyError, IndexError) as error:
         raise IntegrityError("not a shard of a store", where, str(error)) from error
 
-    head_stop, tail_start = layout.tensors["aux"].start, layout.tensors["last"].stop
     head, tail = pread_all(fd, 0, head_stop), pread_all(fd, tail_start, size)
     digest = xxhash.xxh3_64(head)
     digest.update(tail)
