@@ -1,0 +1,17 @@
+"""`eyas verify`: is a store what it claims to be?
+
+    report = verify(store, corpus=corpus, logits="http://localhost:30000")
+    report.check()
+
+run        `verify`: all checks, cheapest first
+report     `VerifyReport`: what they found
+against    values: sampled rows recomputed by transformers
+sampling   which rows, and the precision of their states
+"""
+
+from eyas.verify.against import Comparison
+from eyas.verify.report import VerifyReport
+from eyas.verify.run import verify
+from eyas.verify.sampling import sample_rows
+
+__all__ = ["Comparison", "VerifyReport", "sample_rows", "verify"]

@@ -1,0 +1,81 @@
+"""`eyas verify`: what can be known about a store, cheapest first.
+
+structure, checksums, finiteness      from the store alone
+identity                              tokens and masks against the corpus
+values                                sampled rows recomputed by transformers, every captured layer and `last`,
+                                      with controls (neighbouring layers, shifted rows) that must NOT match
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from eyas.config import ExtractConfig
+from eyas.data.corpus import Corpus
+from eyas.errors import ConfigError
+from eyas.positions import kept_positions
+from eyas.store.check import ProblemKind, verify_store
+from eyas.store.documents import read_store_info
+from eyas.store.format import Contents, RowContents, StoreInfo
+from eyas.store.plan import Shard
+from eyas.store.reader import StoreReader
+from eyas.verify.against import compare_with_model
+from eyas.verify.report import VerifyReport
+
+_BROKEN: Final = {ProblemKind.SIDECAR, ProblemKind.STRUCTURE, ProblemKind.UNREADABLE, ProblemKind.INDEX_HASH}
+
+
+def verify(
+    store: Path,
+    *,
+    corpus: Path | None = None,
+    against: str | None = None,
+    sample: int = 16,
+    cfg: ExtractConfig | None = None,
+    console: Console | None = None,
+) -> VerifyReport:
+    """Check a store.
+
+    Args:
+        store: its folder.
+        corpus: compare tokens, masks and positions with this corpus, which must be the one the store was made from.
+        against: a model's folder or hub id; sampled rows are recomputed with transformers in float32.
+        sample: how many rows, spread evenly over the store; 0 is all.
+        cfg: device and trust_remote_code for `against`.
+        console: where progress goes.
+
+    Raises:
+        StoreError, ConfigError: the store, corpus or model cannot be read, or belong to another run.
+    """
+    console = console or Console(stderr=True)
+    cfg = cfg or ExtractConfig()
+    info = read_store_info(store)
+    checked = verify_store(store, _contents(info, corpus) if corpus else None)
+    report = VerifyReport(store, checked.rows, checked.failed, checked.problems, corpus=corpus)
+    if corpus is None:
+        report.notes.append("identity: name the --corpus")
+    broken = {problem.kind for problem in checked.problems} & _BROKEN
+    if against is not None and not broken:
+        report.comparison = compare_with_model(StoreReader(store), against, sample, cfg, console)
+    elif against is not None:
+        report.notes.append("values: the bytes are not as they should be")
+    else:
+        report.notes.append("values: name the model with --against")
+    return report
+
+
+def _contents(info: StoreInfo, path: Path) -> Contents:
+    """What the corpus says the rows are; refused when the store was made from another."""
+    corpus, made_from = Corpus.open(path), info.corpus["digest"]
+    if corpus.digest != made_from:
+        raise ConfigError("the store was made from another corpus", path, f"digest {corpus.digest}, not {made_from}")
+
+    def contents(shard: Shard) -> Iterator[RowContents]:
+        for row in corpus.rows(shard.start, shard.stop):
+            yield RowContents(row.tokens, row.loss_mask, kept_positions(row.loss_mask, info.spec.last))
+
+    return contents
