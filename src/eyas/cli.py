@@ -115,6 +115,9 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="The target: a folder or hub id.")],
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than this machine's need an --api-key.")] = (
+        "127.0.0.1"
+    ),
     quota: Annotated[str | None, typer.Option(help="Most bytes waiting in the spool, such as 16GiB.")] = None,
     run: Annotated[bool, typer.Option("--run", help="Start the server instead of printing the command.")] = False,
     config: ConfigFile = None,
@@ -133,6 +136,7 @@ def serve(
         spool=cfg.server.spool,
         quota_bytes=cfg.serve.quota_bytes,
         port=port,
+        host=host,
         sglang_version=cfg.serve.sglang_version,
         python=cfg.serve.python,
         mode=int(cfg.serve.spool_mode, 8),
@@ -141,6 +145,8 @@ def serve(
     )
     if command.note:
         err.print(command.note, highlight=False, markup=False, soft_wrap=True)
+    if command.warning:
+        err.print(f"[bold yellow]warning[/] {_plain(command.warning)}", highlight=False, soft_wrap=True)
     if run:
         command.run()
     print(command.shell())  # noqa: T201  one line to paste: rich would wrap it
@@ -155,6 +161,15 @@ def extract(
     model: Annotated[
         str | None, typer.Option("--target", "--model", help="Default: the one the corpus was prepared for.")
     ] = None,
+    dump_dir: Annotated[
+        Path | None, typer.Option(help="Where a server that was patched to dump states makes its folders.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Decoder layers whose outputs are captured, such as 2,30,57.")
+    ] = None,
+    last: Annotated[
+        str | None, typer.Option(help="What such a server dumps as last states.", metavar="pre-norm|post-norm")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what it would need; writes nothing.")] = False,
     workers: Annotated[int, typer.Option(help="Processes, each with its own window.", min=1)] = 1,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try rows again that failed earlier.")] = False,
@@ -165,7 +180,9 @@ def extract(
 
     Example: `eyas extract corpus store --server http://localhost:30000`
     """
-    cfg = eyas.load_config(config, overrides)
+    given = {"dumpdir.folder": dump_dir, "capture.layers": layers, "dumpdir.last": last}
+    flags = [f"{key}={value}" for key, value in given.items() if value is not None]
+    cfg = eyas.load_config(config, [*overrides, *flags])
     if plan:
         forecast = eyas.plan_extraction(corpus, store, cfg=cfg, model=model, server=server)
         out.print(forecast.table(), highlight=False)

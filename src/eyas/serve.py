@@ -7,6 +7,7 @@ another machine, `ServeCommand.run` becomes it.
 from __future__ import annotations
 
 import importlib.metadata
+import ipaddress
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from eyas.capture.contract import DTYPES, LAST_MODES, SETTINGS_ENV, ServerSettin
 from eyas.errors import ConfigError
 
 NEWEST_TESTED: Final = "0.5.23"
+LOOPBACK: Final = "127.0.0.1"
 _SOME_PYTHON: Final = "python"  # on the machine where a printed command will be run
 OLDEST_SUPPORTED: Final = "0.5.17"
 _OWN_FLAGS_SINCE: Final = (0, 5, 23)  # the first release with --enable-return-aux-hidden-states
@@ -60,11 +62,13 @@ class ServeCommand:
         argv: the program and its arguments.
         env: variables to add to the environment.
         note: what was assumed and may be wrong elsewhere.
+        warning: what makes the server a danger where it stands.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     note: str = ""
+    warning: str = ""
 
     def shell(self) -> str:
         """One line to paste into a POSIX shell: environment first, everything quoted."""
@@ -104,6 +108,7 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
     spool: str | Path | None = None,
     quota_bytes: int = 8 << 30,
     port: int = 30000,
+    host: str = LOOPBACK,
     sglang_version: str | None = None,
     extra: Sequence[str] = (),
     python: str | None = None,
@@ -118,6 +123,7 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
         last, dtype, quota_bytes, mode, group: as in `contract.ServerSettings`.
         spool: folder for finished records, shared by server and client; None is /dev/shm/eyas-<port>.
         port: where the server listens.
+        host: address it listens on; a `--host` among `extra` goes before it.
         sglang_version: the release that will run the command; None takes the installed one, else the newest tested.
         extra: further SGLang arguments, appended as they are.
         python: interpreter that has SGLang; None is this one where SGLang is installed, else `python`.
@@ -150,9 +156,34 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
     # Paths that hold from whatever folder the command is pasted into.
     served = str(Path(model).resolve()) if Path(model).is_dir() else model
     argv = (program, "-m", "sglang.launch_server", "--model-path", served, "--port", str(port))
+    said = _option(extra, "--host")
+    listens = () if said is not None else ("--host", host)
     flags = _capture_flags(version, chosen, config.get("architectures"))
     note = "" if sglang_version or installed else assumed
-    return ServeCommand((*argv, *flags, *extra), {SETTINGS_ENV: settings.to_env()}, note)
+    warning = _exposure(host if said is None else said, extra)
+    return ServeCommand((*argv, *listens, *flags, *extra), {SETTINGS_ENV: settings.to_env()}, note, warning)
+
+
+def _option(arguments: Sequence[str], name: str) -> str | None:
+    """The value of an option among SGLang's own arguments, the last one said; None where it is not said."""
+    said = None
+    for at, argument in enumerate(arguments):
+        if argument == name:
+            said = arguments[at + 1] if at + 1 < len(arguments) else ""
+        elif argument.startswith(f"{name}="):
+            said = argument.partition("=")[2]
+    return said
+
+
+def _exposure(host: str, extra: Sequence[str]) -> str:
+    """What listening on `host` means; empty for this machine's own addresses and for a server that asks for a key."""
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host == "localhost"
+    if local or _option(extra, "--api-key") is not None:
+        return ""
+    return f"whoever reaches {host} may use this server and stop it: give SGLang an --api-key, or listen on {LOOPBACK}"
 
 
 def _sglang_of(python: str) -> str | None:

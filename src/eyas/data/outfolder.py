@@ -64,6 +64,8 @@ class OutFolder:
         try:
             self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
+            if self.path in self._made:
+                self.path.chmod(0o700)  # chats are their owner's alone; a folder that was there stays as it is
             self._lock = os.open(self.path, os.O_RDONLY)
             self._take()
             shutil.rmtree(self.work, ignore_errors=True)  # of a killed run: whoever lives holds the lock
