@@ -188,12 +188,14 @@ class Neighbours:
 
     Attributes:
         server: whose.
+        health: whether its health is asked for, too.
         asked: kinds of request -> how many were answered.
         seconds: how long each took.
         wrong: what was not as it is alone.
     """
 
     server: Server
+    health: bool = True
     asked: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -211,7 +213,8 @@ class Neighbours:
         began = self.asked.total()
         with ThreadPoolExecutor(users + 1) as pool:
             going = [pool.submit(self._ask_on, stop, number, tokens, pause_s) for number in range(users)]
-            going.append(pool.submit(self._poll_health, stop))
+            if self.health:
+                going.append(pool.submit(self._poll_health, stop))
             try:
                 yield
             finally:
@@ -264,7 +267,8 @@ class Neighbours:
     @staticmethod
     def body(seed: int, tokens: int) -> dict[str, Any]:
         ids = random.Random(seed).choices(range(10, VOCAB_SIZE), k=30 + 50 * seed)
-        return {"input_ids": ids, "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}}
+        # Not ignore_eos: of such requests SGLang knows the length, admits only what fits and takes none back.
+        return {"input_ids": ids, "sampling_params": {"max_new_tokens": tokens, "temperature": 0}}
 
 
 def hello(server: Server) -> ServerHello:
