@@ -161,6 +161,14 @@ def test_stale_records_of_dead_sessions_of_this_run_only(tmp_path: Path) -> None
     assert all(path.exists() for path in kept)
 
 
+def test_what_cannot_be_removed_is_no_reason_not_to_start(tmp_path: Path) -> None:
+    rid = RequestId("run00000", "ses00000", 1, 0)
+    (tmp_path / f"{rid}.safetensors").mkdir()
+    (tmp_path / f"{rid._replace(row=2)}.safetensors").touch()
+    assert Inbox(tmp_path).clean_stale("run00000", lambda session: False) == 1
+    assert [path.is_dir() for path in tmp_path.iterdir()] == [True]
+
+
 def test_usage_counts_records(tmp_path: Path) -> None:
     put(tmp_path, f"{rid(1)}.safetensors", "12345")
     put(tmp_path, f"{rid(2, 'other000', 'run00009')}.safetensors", "123")

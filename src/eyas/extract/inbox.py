@@ -154,8 +154,9 @@ class Inbox:
             if rid is None or rid.run != run or rid.row == PROBE_ROW or suffix not in (RECORD_SUFFIX, FAILED_SUFFIX):
                 continue
             if not is_alive(rid.session):
-                self.remove(text)
-                removed += 1
+                with contextlib.suppress(OSError):  # a folder of that name, say: no reason not to start
+                    self.remove(text)
+                    removed += 1
         return removed
 
     async def close(self) -> None:
