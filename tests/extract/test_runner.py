@@ -586,6 +586,8 @@ def test_the_event_log_tells_the_run(corpus: Path, tmp_path: Path) -> None:
     assert kinds[0] == "start"
     assert kinds[-1] == "end"
     assert next(e for e in events if e["event"] == "row_failed")["reason"] == "made-to-fail"
+    retried = [(e["row"], e["attempt"], e["reason"]) for e in events if e["event"] == "row_retried"]
+    assert retried == [(7, 0, "made-to-fail"), (7, 1, "made-to-fail")]
     assert kinds.count("shard_done") == len(list((tmp_path / "store").glob("*.safetensors")))
     assert events[-1]["rows_done"] == 119
 

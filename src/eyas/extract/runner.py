@@ -20,7 +20,16 @@ from eyas.config import Config
 from eyas.data.corpus import Corpus
 from eyas.errors import EngineError, EyasError, Interrupted, StoreError
 from eyas.events import EventLog
-from eyas.extract.build import Job, check_corpus, log_path, make_engine, new_session, open_store, static_info
+from eyas.extract.build import (
+    Job,
+    check_corpus,
+    check_workers,
+    log_path,
+    make_engine,
+    new_session,
+    open_store,
+    static_info,
+)
 from eyas.extract.engine import EngineInfo
 from eyas.extract.forecast import Forecast, forecast
 from eyas.extract.progress import RunView, Snapshot, human_bytes
@@ -147,6 +156,7 @@ def extract(
     with StopSignals() as signals:
         opened = Corpus.open(corpus)
         job = Job(corpus, store, model or opened.meta.model, server, cfg or Config(), new_session())
+        check_workers(job, workers)
         console = console or Console(stderr=True)
         job, warning = check_corpus(job, opened)
         if warning:
@@ -351,6 +361,9 @@ class _Desk:
         if report.failure:
             row, reason, detail = report.failure
             self._log.emit("row_failed", row=row, reason=reason, detail=detail)
+        if report.retried:
+            row, attempt, reason, detail = report.retried
+            self._log.emit("row_retried", row=row, attempt=attempt, reason=reason, detail=detail)
         if report.done:
             self._log.emit("shard_done", shard=report.shard)
         if report.leased:
