@@ -154,7 +154,7 @@ def serve(
 
 @app.command()
 @_reporting
-def extract(
+def extract(  # noqa: PLR0913, PLR0917  flags are for people
     corpus: Annotated[Path, typer.Argument(help="What `eyas prepare` wrote: its folder or the .parquet file.")],
     store: Annotated[Path, typer.Argument(help="Folder for the states; an unfinished one is resumed.")],
     server: Annotated[str | None, typer.Option(help="URL of an `eyas serve` server; else transformers here.")] = None,

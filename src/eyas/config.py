@@ -260,6 +260,8 @@ class DumpdirConfig(Section):
     """How many alternatives to the answer have theirs compared."""
     tolerance: Annotated[float, Field(gt=0)] | None = None
     """Nats by which a log-probability may differ; default: by dtype (docs/dumpdir.md)."""
+    device: str = "cpu"
+    """torch device of lm_head and the final norm, for the comparison."""
     max_file_bytes: Bytes = 16 << 30
     """Largest file of a dump that is read."""
 

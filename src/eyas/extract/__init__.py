@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eyas.extract.dumpdir.engine import DumpDirEngine
     from eyas.extract.fake import FakeEngine
     from eyas.extract.hf import HFEngine
     from eyas.extract.identity import check_tokenizer
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from eyas.target.checkpoint import Target
 
 _HOME = {
+    "DumpDirEngine": "eyas.extract.dumpdir.engine",
     "FakeEngine": "eyas.extract.fake",
     "HFEngine": "eyas.extract.hf",
     "SGLangEngine": "eyas.extract.sglang",
@@ -23,7 +25,7 @@ _HOME = {
     "check_tokenizer": "eyas.extract.identity",
 }
 
-__all__ = ["FakeEngine", "HFEngine", "SGLangEngine", "Target", "check_tokenizer"]
+__all__ = ["DumpDirEngine", "FakeEngine", "HFEngine", "SGLangEngine", "Target", "check_tokenizer"]
 
 
 def __getattr__(name: str) -> Any:

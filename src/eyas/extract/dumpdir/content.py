@@ -1,0 +1,175 @@
+"""Whether a dump's states give the log-probabilities of the reply: what stands in for the identity that is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from eyas.compare import SEPARATION
+from eyas.extract.dumpdir.matching import Fit
+from eyas.target.head import Head
+from eyas.target.norm import FinalNorm
+
+#: Nats that a log-probability may be off, and its share, by the coarsest dtype between states and logits. An engine
+#: rounds logits to its dtype: in bf16 by 1/16 for one of 16 to 32, once for the token's and once for the largest one.
+TOLERANCE: Final[Mapping[torch.dtype, tuple[float, float]]] = {
+    torch.float32: (2e-3, 1e-3),
+    torch.float16: (0.05, 2e-3),
+    torch.bfloat16: (0.25, 1e-2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """log p(ids[n] | the state at positions[n]) as the server computed it, n of N.
+
+    Attributes:
+        positions: 0-based positions of the row's states.
+        ids: token ids.
+        log_probs: nats.
+    """
+
+    positions: list[int]
+    ids: list[int]
+    log_probs: list[float]
+
+
+def asked_for(tokens: int, check_tokens: int, check_top: int) -> dict[str, Any]:
+    """What a request must hold for the reply to carry evidence."""
+    # The entry of the first position asked for is empty: nothing comes before it.
+    start = max(0, tokens - 1 - check_tokens) if check_tokens else -1
+    return {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": check_top}
+
+
+def read_evidence(meta: Mapping[str, Any], tokens: Sequence[int], vocab_size: int) -> Evidence | str:
+    """The log-probabilities of a reply's `meta_info`, or why they are no evidence.
+
+    Args:
+        meta: of the reply.
+        tokens: the row, T of them.
+        vocab_size: of the target.
+    """
+    prompt = _pairs(meta.get("input_token_logprobs") or [])
+    output = _pairs(meta.get("output_token_logprobs"))
+    top = _pairs(next(iter(_list(meta.get("output_top_logprobs"))), []) or [])
+    if not output or prompt is None or top is None:
+        return "the reply holds no log-probabilities"
+    if any(not 0 <= token < vocab_size for token, _ in output[:1] + top):
+        return f"the reply names tokens outside the target's vocabulary of {vocab_size}"
+    end = len(tokens) - 1
+    evidence = Evidence([], [], [])
+    # Prompt entries belong to the last tokens of the row; the state before a token predicts it.
+    first = len(tokens) - len(prompt)
+    for offset, (token, log_prob) in enumerate(prompt):
+        if first < 0 or token != tokens[first + offset]:
+            return "the reply's prompt tokens are not the row's"
+        if log_prob is not None and first + offset:
+            _add(evidence, first + offset - 1, token, log_prob)
+    for token, log_prob in [*output[:1], *top]:
+        if log_prob is None:
+            return "the reply's log-probabilities are not numbers"
+        _add(evidence, end, token, log_prob)
+    return evidence
+
+
+class Judge:
+    """Compares dumps with replies.
+
+    Args:
+        head: the target's; None where contents cannot be compared.
+        norm: the target's final norm; None where the checkpoint's is not known.
+        pre_norm: whether dumped states are from before it.
+        tolerance: nats, instead of those by dtype.
+    """
+
+    def __init__(
+        self, head: Head | None, norm: FinalNorm | None, *, pre_norm: bool, tolerance: float | None = None
+    ) -> None:
+        self._head, self._tolerance = head, tolerance
+        self._norm, self._other = (norm, None) if pre_norm else (None, norm)
+
+    def last(self, dumped_TH: torch.Tensor) -> torch.Tensor:
+        """States after the final norm, in the dump's dtype: [T, H]."""
+        return dumped_TH if self._norm is None else self._norm(dumped_TH)
+
+    def fit(self, last_TH: torch.Tensor, evidence: Evidence) -> tuple[Fit, str]:
+        """Whether states after the norm are those that the evidence is from, and how far off they are."""
+        if self._head is None:
+            return Fit.RIGHT, "not compared"
+        excess, worst = self._excess(self._head, last_TH, evidence)
+        detail = f"log-probabilities differ by up to {worst:.3g} nats from the reply's"
+        if excess <= 1:
+            return Fit.RIGHT, detail
+        return (Fit.OTHER if excess > SEPARATION else Fit.UNCLEAR), detail
+
+    def explain(self, dumped_TH: torch.Tensor, evidence: Evidence) -> tuple[str, str] | None:
+        """Which wrong setting or fault would make a dump fit that does not: its name, and a text.
+
+        Args:
+            dumped_TH: the states as dumped.
+            evidence: of the reply.
+        """
+        last_TH = self.last(dumped_TH)
+        if self._norm is not None and self.fit(dumped_TH, evidence)[0] is Fit.RIGHT:
+            return "last-differs", "its states are from after the final norm: --last post-norm"
+        other = self._other
+        if other is not None and self.fit(other(dumped_TH), evidence)[0] is Fit.RIGHT:
+            return "last-differs", "its states are from before the final norm: --last pre-norm"
+        for by, text in ((-1, "one row too many at the start"), (1, "the first row is missing")):
+            # A roll moves the outermost state to where it does not belong.
+            inner = _within(evidence, 0, len(last_TH) - 1)
+            if inner.ids and self.fit(last_TH.roll(by, 0), inner)[0] is Fit.RIGHT:
+                return "rows-shifted", f"its states are shifted by one: {text}"
+        return None
+
+    def _excess(self, head: Head, last_TH: torch.Tensor, evidence: Evidence) -> tuple[float, float]:
+        """The largest difference as a multiple of what is allowed, and in nats; NaN counts as infinite."""
+        positions_N = torch.tensor(evidence.positions)
+        theirs_N = torch.tensor(evidence.log_probs)
+        ours_N = head.log_probs(last_TH[positions_N], torch.tensor(evidence.ids)).cpu()
+        coarsest = max((head.weight.dtype, last_TH.dtype), key=lambda dtype: TOLERANCE[dtype])
+        absolute, relative = TOLERANCE[coarsest] if self._tolerance is None else (self._tolerance, 0.0)
+        apart_N = (ours_N - theirs_N).abs().nan_to_num(nan=math.inf)
+        allowed_N = absolute + relative * theirs_N.abs()
+        return (apart_N / allowed_N).max().item(), apart_N.max().item()
+
+
+def _within(evidence: Evidence, start: int, stop: int) -> Evidence:
+    kept = [n for n, position in enumerate(evidence.positions) if start < position < stop]
+    return Evidence(
+        [evidence.positions[n] for n in kept],
+        [evidence.ids[n] for n in kept],
+        [evidence.log_probs[n] for n in kept],
+    )
+
+
+def _add(evidence: Evidence, position: int, token: int, log_prob: float) -> None:
+    evidence.positions.append(position)
+    evidence.ids.append(token)
+    evidence.log_probs.append(log_prob)
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _pairs(entries: object) -> list[tuple[int, float | None]] | None:
+    """(token, log-probability) of SGLang's [log-probability, token, text] entries; None for anything else."""
+    if not isinstance(entries, list):
+        return None
+    pairs: list[tuple[int, float | None]] = []
+    for entry in entries:
+        if not (isinstance(entry, list) and len(entry) >= 2 and isinstance(entry[1], int)):
+            return None
+        number = entry[0]
+        if number is None:
+            pairs.append((entry[1], None))
+        elif isinstance(number, int | float) and math.isfinite(number):
+            pairs.append((entry[1], float(number)))
+        else:
+            return None
+    return pairs

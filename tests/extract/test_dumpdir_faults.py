@@ -1,0 +1,130 @@
+"""Servers that dump states without identity: every known fault at once, and the two methods that failed beside ours.
+
+The law: every row is stored right or refused by name. What is right is recomputed by transformers, for every row.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from dump_emulator import DumpServer, Faults, by_clearing, by_counter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from eyas.config import Config, load
+from eyas.data.corpus import CorpusMeta, CorpusWriter
+from eyas.extract.runner import Summary, extract
+from eyas.store.reader import StoreReader
+from eyas.verify import verify
+from sglang_cpu.models import VOCAB_SIZE, tiny_llama
+
+LAYERS = (0, 1, 2)
+EVERYTHING = Faults(
+    warmups=3,
+    probes=0.3,
+    foreign=0.5,
+    twin=0.25,
+    retried=0.2,
+    dropped=0.08,
+    late=0.5,
+    late_s=0.15,
+    done_early=0.3,
+    decode=2,
+    restarts=(9, 30),
+    reordered=0.15,
+)
+NAMES = {"ambiguous-dump", "content-differs", "dump-late", "dump-unfinished", "connection-lost", "dump-layout"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model") / "llama", layers=4, hidden_size=64)
+
+
+def make_corpus(path: Path, lengths: Sequence[int], seed: int = 0) -> Path:
+    rng = np.random.default_rng(seed)
+    with CorpusWriter(path, CorpusMeta(model="", tokenizer_hash="", template_hash="", vocab_size=VOCAB_SIZE)) as writer:
+        for index, length in enumerate(lengths):
+            mask = np.ones(length, np.uint8)
+            mask[: length // 3] = 0
+            writer.add(str(index), rng.integers(6, VOCAB_SIZE, length), mask)
+    return path
+
+
+def settings_for(dumps: Path, *more: str) -> Config:
+    return load(
+        overrides=[
+            f"dumpdir.folder={dumps}",
+            "dumpdir.last=post-norm",
+            "capture.layers=[0, 1, 2]",
+            "capture.dtype=f32",
+            "server.record_deadline_s=1.0",
+            "server.restart_timeout_s=20",
+            "store.reserve_bytes=0",
+            *more,
+        ]
+    )
+
+
+def run(corpus: Path, store: Path, server: DumpServer, cfg: Config) -> Summary:
+    console = Console(file=io.StringIO())
+    return extract(corpus, store, cfg=cfg, model=str(server.model), server=server.url, console=console)
+
+
+def check_store(store: Path, corpus: Path, server: DumpServer) -> int:
+    """Every stored row is right, by the verifier and by the emulator's own truth; returns how many there are."""
+    report = verify(store, corpus=corpus, against=str(server.model), sample=0, console=Console(file=io.StringIO()))
+    report.check()
+    reader = StoreReader(store)
+    for index in range(len(reader)):
+        row = reader[index]
+        aux, last = server.truth(row.tokens.tolist())
+        torch.testing.assert_close(row.aux, aux, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(row.last, last[row.last_index.long()], rtol=1e-5, atol=1e-5)
+    return len(reader)
+
+
+def wrong_rows(server: DumpServer, rows: Sequence[Sequence[int]], results: Sequence[Any]) -> int:
+    """Results that are states, but not the row's."""
+    wrong = 0
+    for tokens, result in zip(rows, results, strict=True):
+        if result is not None:
+            aux, _ = server.truth(tokens)
+            wrong += result[0].shape != aux.shape or not torch.allclose(result[0], aux, atol=1e-4)
+    return wrong
+
+
+def test_every_fault_at_once_and_the_methods_that_failed(model: Path, tmp_path: Path) -> None:
+    lengths = [*[24] * 8, *[40] * 6, *range(5, 23), 1, 1, 2]
+    corpus = make_corpus(tmp_path / "corpus.parquet", lengths)
+    rng = random.Random(1)
+    rows = [[rng.randrange(6, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    wrong = {}
+    for name, method in {"counter prediction": by_counter, "clear before send": by_clearing}.items():
+        with DumpServer(model, tmp_path / name, LAYERS, faults=EVERYTHING, seed=3) as server:
+            server.faults.restarts, restarts = (), server.faults.restarts
+            ask = lambda tokens, url=server.url: httpx.post(f"{url}/generate", json={"input_ids": tokens})  # noqa: E731
+            wrong[name] = wrong_rows(server, rows, method(server, ask, rows))
+            server.faults.restarts = restarts
+    print(f"wrong rows of {len(rows)}: {wrong}")
+    assert min(wrong.values()) > 0
+
+    with DumpServer(model, tmp_path / "dumps", LAYERS, faults=EVERYTHING, seed=3) as server:
+        server.leave(40, [24, 40, 7])
+        left = {path: path.stat().st_ino for path in server.dumps.iterdir()}
+        summary = run(corpus, tmp_path / "store", server, settings_for(server.dumps, "extract.attempts=6"))
+        print(f"ours: {summary.rows_done} right, {summary.failed} refused {dict(summary.reasons)}, {server.served} served")
+        assert summary.rows_done + summary.failed == len(lengths)
+        assert set(summary.reasons) <= NAMES
+        assert summary.rows_done >= len(lengths) * 0.9
+        assert check_store(tmp_path / "store", corpus, server) == summary.rows_done
+        assert left
