@@ -10,7 +10,6 @@ The rules, for one request id:
 
 from __future__ import annotations
 
-import reprlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from eyas.capture.contract import (
     check_runs,
     count_of,
 )
+from eyas.capture.strictjson import shown
 
 MAX_PARTIALS: Final = 1024  # far above what a scheduler has in prefill at once; a bound, not a tuning knob
 
@@ -172,7 +172,7 @@ class Assembler:
         asked = chunk.params.get(SPEC_PARAM)
         if asked != self._spec_id:
             return Refused(
-                Refusal.SPEC_DIFFERS, f"request asks for {reprlib.repr(asked)}, this server captures {self._spec_id}"
+                Refusal.SPEC_DIFFERS, f"request asks for {shown(asked)}, this server captures {self._spec_id}"
             )
         runs = self._runs(chunk)
         if isinstance(runs, Refused):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import reprlib
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
-from eyas.capture.strictjson import build, loads
+from eyas.capture.strictjson import build, loads, shown
 
 CONTRACT_VERSION: Final = 1
 REPLY_KEY: Final = "eyas"  # meta_info[REPLY_KEY] of a reply holds [CaptureReply as a dict]
@@ -227,7 +226,7 @@ def check_runs(runs: Sequence[int], tokens: int) -> None:
     edge = 0
     for start, stop in zip(runs[0::2], runs[1::2], strict=True):
         if not (type(start) is int and type(stop) is int and edge <= start < stop <= tokens):
-            run = f"[{reprlib.repr(start)}, {reprlib.repr(stop)})"
+            run = f"[{shown(start)}, {shown(stop)})"
             raise ValueError(f"position run {run} is not ascending within [0, {tokens})")
         edge = stop
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from functools import cache
 from types import UnionType
@@ -64,6 +65,14 @@ def _no_constant(name: str) -> NoReturn:
 _DECODER: Final = json.JSONDecoder(
     object_pairs_hook=_unique, parse_int=_integer, parse_float=_float, parse_constant=_no_constant
 )
+
+
+def shown(value: object) -> str:
+    """A value of whatever type and size, for a message."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return f"a huge {type(value).__name__}"
 
 
 def build(cls: type[Any], data: object, what: str = "") -> Any:

@@ -10,7 +10,6 @@ manifest.json                   all sidecars and their totals
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.capture.contract import DTYPES, CaptureSpec, field_hash
-from eyas.capture.strictjson import loads
+from eyas.capture.strictjson import loads, shown
 from eyas.capture.tensorfile import Layout, layout
 from eyas.store.journal import Provenance, Session, digest_field, int_field, provenance_field, text_field
 from eyas.store.plan import MAX_SHARD_TOKENS, Plan, Shard
@@ -163,7 +162,7 @@ def _load(text: str | bytes, kind: str) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("kind") != kind:
         raise ValueError(f"not a {kind} of an {FORMAT}")
     if data.get("version") != FORMAT_VERSION:
-        raise ValueError(f"format version {reprlib.repr(data.get('version'))}, this is version {FORMAT_VERSION}")
+        raise ValueError(f"format version {shown(data.get('version'))}, this is version {FORMAT_VERSION}")
     return data
 
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import xxhash
 
-from eyas.capture.strictjson import loads
+from eyas.capture.strictjson import loads, shown
 
 Provenance = dict[str, str]
 MAX_LINE_BYTES: Final = 1 << 20  # a session's provenance; a row's line has a hundred bytes
@@ -155,28 +154,28 @@ def _parse(line: bytes) -> Session | RowOk | RowFailed:
 def int_field(value: object) -> int:
     """An integer from 0 on. Raises ValueError."""
     if type(value) is not int or value < 0:
-        raise ValueError(f"not a count: {reprlib.repr(value)}")
+        raise ValueError(f"not a count: {shown(value)}")
     return value
 
 
 def text_field(value: object) -> str:
     """A text. Raises ValueError."""
     if not isinstance(value, str):
-        raise ValueError(f"not a text: {reprlib.repr(value)}")  # noqa: TRY004  the one error of all parsers
+        raise ValueError(f"not a text: {shown(value)}")  # noqa: TRY004  the one error of all parsers
     return value
 
 
 def digest_field(value: object) -> int:
     """An xxh3-64 as 16 hex digits. Raises ValueError."""
     if not _DIGEST.fullmatch(text_field(value)):
-        raise ValueError(f"not 16 hex digits: {reprlib.repr(value)}")
+        raise ValueError(f"not 16 hex digits: {shown(value)}")
     return int(text_field(value), 16)
 
 
 def provenance_field(value: object) -> list[Provenance]:
     """A list of objects of texts. Raises ValueError."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise ValueError(f"not a list of engines: {reprlib.repr(value)}")
+        raise ValueError(f"not a list of engines: {shown(value)}")
     return [{key: text_field(text) for key, text in one.items()} for one in value]
 
 
