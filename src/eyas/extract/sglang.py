@@ -32,13 +32,12 @@ from eyas.config import ServerConfig
 from eyas.errors import EngineError
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
 from eyas.extract.inbox import RECORD_LATE, Inbox
+from eyas.extract.proof import Proof
 from eyas.extract.record import open_record, refused
 from eyas.extract.sglang_client import DUPLICATE_RID, ServerAway, SGLangClient
 
 _PROBE_TOKENS: Final = 4
 _MODEL_FIELDS: Final = ("model", "hidden_size", "vocab_size", "num_layers")
-#: Median distance between two proofs' states, relative to their size: noise is a few hundredths, another model is one.
-_SAME_MODEL: Final = 0.3
 #: Refusals of a probe that the next one may not meet.
 _PASSING: Final = (Refusal.PLUGIN_ERROR, Refusal.WRITE_FAILED, Refusal.CHUNK_GAP, Refusal.RETRACTED)
 _PROBE_ATTEMPTS: Final = 3
@@ -58,6 +57,7 @@ class SGLangEngine:
         cfg: the server section of the settings.
         run, session: the identity of this run's requests, see RequestId.
         share: clients that divide the server's spool quota.
+        proof: see `Proof`.
         transport: what carries the requests; None is the network.
 
     Raises:
@@ -73,6 +73,7 @@ class SGLangEngine:
         session: str,
         share: int = 1,
         *,
+        proof: Path | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._client = SGLangClient(url, cfg, transport)
@@ -83,7 +84,7 @@ class SGLangEngine:
         self._max_row_tokens: int | None = None
         self._proving = asyncio.Lock()
         self._proofs = 0
-        self._proof: torch.Tensor | None = None  # the first probe's states, [tokens, layers + 1, H]
+        self._proof = Proof(proof)
 
     @property
     def spool(self) -> Path:
@@ -242,15 +243,6 @@ class SGLangEngine:
         hint = f"wanted != served: {told}; {_SPEC_FIELDS_HINT}"
         raise EngineError("the server captures with other settings", where, hint)
 
-    def _check_same_model(self, probe: Captured) -> None:
-        """Raises EngineError where the same tokens have become other states: the fingerprint knows norms only."""
-        states = torch.cat([probe.aux, probe.last.unsqueeze(1)], dim=1).float()
-        if self._proof is None:
-            self._proof = states
-        elif (moved := probe_distance(states, self._proof)) > _SAME_MODEL:
-            told = f"the same probe's states differ by {moved:.2f} of their size from those at the run's start"
-            raise EngineError("the server serves another model", self._client.where, told)
-
     async def _check_record(self, request: CaptureRequest, live: CaptureSpec) -> None:
         """Raises EngineError unless the probe's record comes, is right, and can be removed."""
         path = await self._inbox.wait(str(request.rid), self._cfg.record_deadline_s)
@@ -265,18 +257,13 @@ class SGLangEngine:
                 hint = "run as the server's user, or serve with a spool mode and group that you belong to"
                 raise EngineError(f"may not read records ({result.detail})", path, hint)
             raise EngineError(f"the probe's record is wrong: {result.reason}", path, result.detail)
-        self._check_same_model(result)
+        states = torch.cat([result.aux, result.last.unsqueeze(1)], dim=1)
+        await asyncio.to_thread(self._proof.check, states, self._client.where)
         try:
             self._inbox.remove(str(request.rid))
         except OSError as error:
             hint = "records that cannot be removed would fill the spool; give this user write access to the folder"
             raise EngineError(f"may not remove records ({error.strerror})", self.spool, hint) from error
-
-
-def probe_distance(states: torch.Tensor, before: torch.Tensor) -> float:
-    """Median over tokens and layers of the distance between two [T, A, H] states, relative to the size of `before`."""
-    sizes = torch.linalg.vector_norm(before, dim=-1).clamp_min(1e-30)
-    return float((torch.linalg.vector_norm(states - before, dim=-1) / sizes).median())
 
 
 def check_reply(reply: CaptureReply, request: CaptureRequest, spec: CaptureSpec) -> Failed | None:
