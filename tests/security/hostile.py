@@ -1,4 +1,4 @@
-"""What the security tests share: a spool with a real recorder, a small corpus, a run with made-up states, other users."""
+"""What the security tests share: a spool with a real recorder, a small corpus, a run with made-up states."""
 
 from __future__ import annotations
 

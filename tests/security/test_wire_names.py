@@ -40,10 +40,10 @@ HOSTILE_RIDS = [
     f"{GOOD}/",
     f"../{GOOD}",
     GOOD.upper(),
-    GOOD.replace("7", "٧"),  # ARABIC-INDIC DIGIT SEVEN, a digit to `\\d` and to int()
-    GOOD.replace("7", "７"),  # FULLWIDTH DIGIT SEVEN
+    GOOD.replace("7", "\u0667"),  # ARABIC-INDIC DIGIT SEVEN, a digit to `\\d` and to int()
+    GOOD.replace("7", "\uff17"),  # FULLWIDTH DIGIT SEVEN
     GOOD.replace("run", "rün"),
-    GOOD.replace("s", "ſ"),  # LATIN SMALL LETTER LONG S, equal to s where case is ignored
+    GOOD.replace("s", "\u017f"),  # LATIN SMALL LETTER LONG S, equal to s where case is ignored
     GOOD.replace(".", "\u2024"),
     "eyas." + "a" * 1_000_000,
     "eyas.",
