@@ -204,16 +204,26 @@ def verify(
     store: Annotated[Path, typer.Argument(help="The store.")],
     corpus: Annotated[Path | None, typer.Option(help="Compare tokens and masks with this corpus.")] = None,
     against: Annotated[str | None, typer.Option(help="Recompute sampled rows with this model in transformers.")] = None,
-    sample: Annotated[int, typer.Option(help="How many rows --against recomputes; 0 is all.", min=0)] = 16,
+    logits: Annotated[
+        str | None, typer.Option(help="Compare sampled rows with the log-probabilities of this SGLang server.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--target", "--model", help="Whose lm_head --logits uses; default: the corpus's.")
+    ] = None,
+    sample: Annotated[int, typer.Option(help="How many rows --against and --logits look at; 0 is all.", min=0)] = 16,
     config: ConfigFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Check a store: structure, checksums, finiteness; identity against the corpus; values against the model.
 
     Example: `eyas verify store --corpus corpus --against HuggingFaceTB/SmolLM2-135M-Instruct`
+
+    A target too large to load here: `eyas verify store --corpus corpus --logits http://localhost:30000`
     """
     cfg = eyas.load_config(config, overrides)
-    report = eyas.verify_store(store, corpus=corpus, against=against, sample=sample, cfg=cfg.extract, console=err)
+    report = eyas.verify_store(
+        store, corpus=corpus, against=against, logits=logits, model=model, sample=sample, cfg=cfg, console=err
+    )
     _table(report.lines())
     report.check()
 

@@ -60,7 +60,7 @@ class HFEngine:
         if dtype != "auto" and dtype not in _DTYPES:
             raise ConfigError(f"unknown dtype {dtype}", "extract.model_dtype", f"one of auto, {', '.join(_DTYPES)}")
         self._target, self._spec = target, spec
-        self._device = _device(device)
+        self._device = torch_device(device)
         self._dtype = dtype
         self._batch_tokens = batch_tokens if batch_tokens is not None else _BATCH_TOKENS[self._device.type == "cpu"]
         self._model = model
@@ -184,7 +184,7 @@ def load_model(target: Target, device: str | torch.device = "auto", dtype: str =
             model = AutoModelForCausalLM.from_pretrained(target.dir, **options)
         except ValueError:  # a wrapper that is registered as a multimodal model only
             model = AutoModelForImageTextToText.from_pretrained(target.dir, **options)
-        model.to(device if isinstance(device, torch.device) else _device(device))  # pyright: ignore[reportArgumentType]
+        model.to(device if isinstance(device, torch.device) else torch_device(device))  # pyright: ignore[reportArgumentType]
         return model.eval()
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise EngineError("cannot load the target", target.model, _first_line(error)) from error
@@ -320,7 +320,12 @@ def _longest_row(model: PreTrainedModel) -> int | None:
     return int(longest) if longest else None
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """A device by its name; `auto` is CUDA where there is one.
+
+    Raises:
+        ConfigError: torch knows no such device.
+    """
     try:
         return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except RuntimeError as error:

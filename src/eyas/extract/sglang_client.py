@@ -22,6 +22,7 @@ _SMALL_BYTES: Final = 1 << 20  # a reply with one token and the plugin's word, t
 _LARGE_BYTES: Final = 256 << 20  # log-probabilities of the longest prompts
 _SHORT_TIMEOUT_S: Final = 15.0  # connecting, and questions that need no forward
 _INFO_PATHS: Final = ("/model_info", "/get_model_info")  # the newer name first; older releases know only the second
+_SETTINGS_PATHS: Final = ("/server_info", "/get_server_info")
 _TOO_LONG: Final = ("is longer than the model", "exceeds the maximum allowed length", "maximum context length")
 _DUPLICATE: Final = "Duplicate request ID"
 _QUEUE_FULL: Final = "queue is full"
@@ -90,6 +91,22 @@ class SGLangClient:
         raise EngineError(
             "not an SGLang server", self.where, "its address and port are those that `eyas serve` printed?"
         )
+
+    async def settings(self) -> dict[str, Any]:
+        """The server's flags and version as it tells them; empty where it does not.
+
+        Raises:
+            EngineError: nobody answers, not authorised, or no trust in its certificate.
+        """
+        for path in _SETTINGS_PATHS:
+            try:
+                response = await self._ask("GET", path, _LARGE_BYTES, within_s=_SHORT_TIMEOUT_S)
+            except httpx.RequestError as error:
+                raise self.unreachable(error) from error
+            self._check_authorised(response)
+            if response.status_code == 200 and (found := _json_object(response)):
+                return found
+        return {}
 
     async def generate(self, request: CaptureRequest, spec_id: str) -> CaptureReply | Failed:
         """Have the server prefill one row: the plugin's word on it, or by name why there is none.

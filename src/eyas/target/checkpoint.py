@@ -21,6 +21,7 @@ from eyas.errors import ConfigError
 from eyas.target.weights import missing_files, read_tensors, weight_map
 
 _TEXT_SECTIONS: Final = ("text_config", "llm_config", "language_config")  # where multimodal wrappers keep the decoder
+_EXPERTS: Final = ("n_routed_experts", "num_local_experts", "num_experts")  # config keys of models with a router
 _SMALL_FILES: Final = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 
 
@@ -72,6 +73,11 @@ class Target:
     def vocab_size(self) -> int:
         return self.architecture["vocab_size"]
 
+    @property
+    def is_routed(self) -> bool:
+        """Whether a router picks experts."""
+        return any(self.config.get(key) for key in _EXPERTS)
+
     def fingerprint(self) -> str | None:
         """`model_fingerprint` of the checkpoint, reading its norm tensors only; None without safetensors.
 
@@ -84,6 +90,15 @@ class Target:
         if files and len(missing_files(self.dir, files.values())) == len(set(files.values())):
             return None
         return model_fingerprint(self.architecture, norm_bytes(read_tensors(self.dir, files), self.num_layers))
+
+    def has_all_norms(self) -> bool:
+        """Whether every file that `fingerprint` reads is here; a folder may hold but some shards of a large model."""
+        files = [file for name, file in self.weight_map().items() if norm_key(name, self.num_layers)]
+        return bool(files) and not missing_files(self.dir, files)
+
+    def architectures(self) -> list[str]:
+        """The class names that config.json gives, as a server reports them."""
+        return [str(name) for name in _raw_config(self.dir).get("architectures") or ()]
 
     def text_config(self) -> PreTrainedConfig | None:
         """The text decoder's config as transformers understands it, defaults of its class included.

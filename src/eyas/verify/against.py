@@ -21,7 +21,6 @@ from eyas.target.checkpoint import Target
 from eyas.verify.sampling import coarsest_dtype, sample_rows
 
 LAST: Final = "last"
-_EXPERTS: Final = ("n_routed_experts", "num_local_experts", "num_experts")  # config keys of models with a router
 
 
 @dataclass(slots=True)
@@ -59,7 +58,7 @@ def compare_with_model(
     if theirs.model and theirs.model != spec.model:
         raise ConfigError("the store was captured from another model", model, f"fingerprint {spec.model} in the store")
     network = load_model(target, device=cfg.device, dtype="f32")
-    tolerance = tolerance_for(coarsest_dtype(reader), any(target.config.get(key) for key in _EXPERTS))
+    tolerance = tolerance_for(coarsest_dtype(reader), target.is_routed)
     rows = sample_rows(len(reader), sample)
     result = Comparison()
     for index in track(rows, "recomputing", console=console, disable=not console.is_terminal):

@@ -8,7 +8,7 @@ import numpy as np
 
 from eyas.store.reader import StoreReader
 
-_TORCH_NAMES: Final = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+TORCH_NAMES: Final = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def sample_rows(rows: int, sample: int) -> list[int]:
@@ -20,5 +20,10 @@ def sample_rows(rows: int, sample: int) -> list[int]:
 
 def coarsest_dtype(reader: StoreReader) -> str:
     """The dtype that bounds what can be asked of the states: stored in, or computed in by any engine that wrote."""
-    ran = {_TORCH_NAMES.get(provenance.get("dtype", "")) for provenance in reader.provenance}
-    return next(dtype for dtype in ("bf16", "f16", "f32") if dtype in ran or dtype == reader.spec.dtype)
+    ran = {TORCH_NAMES.get(provenance.get("dtype", "")) for provenance in reader.provenance}
+    return coarsest(reader.spec.dtype, *(dtype for dtype in ran if dtype))
+
+
+def coarsest(*dtypes: str) -> str:
+    """The one of bf16, f16 and f32 that keeps the fewest bits."""
+    return next(dtype for dtype in ("bf16", "f16", "f32") if dtype in dtypes)
