@@ -168,9 +168,8 @@ class DumpServer:
         if draw["dropped"] >= faults.dropped:
             for _ in range(2 if draw["retried"] < faults.retried else 1):
                 delay_s = faults.late_s * draw["wait"] if draw["late"] < faults.late else 0.0
-                self._dump(
-                    tokens, life, delay_s, early=draw["early"] < faults.done_early, hold=draw["order"] < faults.reordered
-                )
+                early, hold = draw["early"] < faults.done_early, draw["order"] < faults.reordered
+                self._dump(tokens, life, delay_s, early=early, hold=hold)
         if draw["twin"] < faults.twin and not twin_first:
             self._dump(self._tokens(len(tokens)), life)
         return {"text": "", "meta_info": self._meta(body, last)}

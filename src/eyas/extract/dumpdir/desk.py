@@ -109,7 +109,7 @@ class Desk:
         try:
             dump = reader.dump(tokens)
         except Misfit as misfit:
-            return _Read(fresh, Candidate(fresh.name, Fit.MISFIT, 0, str(misfit)), None, None)
+            return _Read(fresh, Candidate(fresh.name, Fit.MISFIT, 0, str(misfit), misfit.reason), None, None)
         last = self._judge.last(dump.last)
         same = hash((digest(dump.aux), digest(dump.last)))
         if evidence is None:

@@ -45,7 +45,13 @@ _LONGEST_POLL_S: Final = 0.1
 _POLL_GROWTH: Final = 1.5
 _PROBE_TOKENS: Final = (41, 97)  # between these, drawn anew each time: of a length that is rare
 #: How often a probe may fail so: a foreign request of its length is bad luck, not a bad server.
-_PROBES: Final[Mapping[str, int]] = {AMBIGUOUS: 4, "content-differs": 2, "dump-late": 2, "dump-unfinished": 2}
+_PROBES: Final[Mapping[str, int]] = {
+    AMBIGUOUS: 4,
+    "content-differs": 2,
+    "dump-late": 2,
+    "dump-unfinished": 2,
+    "dump-marked-early": 4,
+}
 _DTYPES: Final = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 

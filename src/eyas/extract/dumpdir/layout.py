@@ -13,7 +13,7 @@ import torch
 from eyas.config import DumpdirConfig
 from eyas.errors import ConfigError
 
-_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
+TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 _LAYER: Final = "{layer}"
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -24,6 +24,18 @@ class Unfinished(Exception):
 
 class Misfit(Exception):
     """A dump that is not as the settings say: looking again does not help."""
+
+    reason = "dump-layout"
+
+
+class MarkedEarly(Misfit):
+    """A dump whose states are younger than the marker that vouches for them.
+
+    It may be half of one dump and half of another: a server that counts anew writes over what lies there, and until it
+    has set its own marker, the old one stands beside new files.
+    """
+
+    reason = "dump-marked-early"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +62,7 @@ class Place:
     @property
     def is_torch(self) -> bool:
         """Whether the file is one of torch's; else it is text."""
-        return self.file.endswith(_TORCH_SUFFIXES)
+        return self.file.endswith(TORCH_SUFFIXES)
 
     @property
     def by_layer(self) -> bool:
@@ -119,7 +131,7 @@ class Layout:
         last = Place.parse(cfg.last_file, "dumpdir.last_file")
         for place, setting in ((aux, "dumpdir.aux_file"), (last, "dumpdir.last_file")):
             if not place.is_torch:
-                raise ConfigError("states lie in files of torch", setting, f"they end in {', '.join(_TORCH_SUFFIXES)}")
+                raise ConfigError("states lie in files of torch", setting, f"they end in {', '.join(TORCH_SUFFIXES)}")
         if count.by_layer or last.by_layer:
             raise ConfigError("{layer} stands in the place of the layers' states only", "dumpdir.aux_file")
         if "/" in cfg.done or not cfg.done:

@@ -15,7 +15,16 @@ from typing import IO, Any, Final
 import torch
 
 from eyas.extract.dumpdir.folder import FileId, Fresh, place_of
-from eyas.extract.dumpdir.layout import Layout, Misfit, Place, Unfinished, count_of, parse_text
+from eyas.extract.dumpdir.layout import (
+    TORCH_SUFFIXES,
+    Layout,
+    MarkedEarly,
+    Misfit,
+    Place,
+    Unfinished,
+    count_of,
+    parse_text,
+)
 
 _TEXT_BYTES: Final = 1 << 20
 _PICKLE_BYTES: Final = 16 << 20
@@ -79,6 +88,7 @@ class DumpReader:
         else:
             aux = layout.aux_of(self._values(layout.aux), tokens)
         last = layout.last_of(self._values(layout.last), tokens)
+        self._check_marker()
         self._check_unchanged()
         return Dump(aux, last)
 
@@ -93,9 +103,15 @@ class DumpReader:
                 )
         return self._contents[name]
 
+    def _check_marker(self) -> None:
+        marked_ns = self._fresh.files[self._layout.done].modified_ns
+        for name in self._contents:
+            if name.endswith(TORCH_SUFFIXES) and self._fresh.files[name].modified_ns > marked_ns:
+                raise MarkedEarly(f"{name} was written after {self._layout.done}")
+
     def _check_unchanged(self) -> None:
         """A server that starts its count anew may write over a dump that is just being read."""
-        for name in self._contents:
+        for name in (*self._contents, self._layout.done):
             with _opened(self._path, self._fresh, name):
                 pass
 

@@ -27,6 +27,10 @@ _WHAT: Final = {
         "the dumps are not as the settings say",
         "docs/dumpdir.md has the dumpdir settings that describe a dump",
     ),
+    "dump-marked-early": (
+        "the server sets a dump's marker before its states are written",
+        "the marker must come last: the patch must write it after all files are closed",
+    ),
     "dump-late": (
         "the server answers, but no dump of the probe came",
         "is this that server's dump folder, and dumpdir.pattern right?",
