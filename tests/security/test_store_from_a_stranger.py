@@ -157,7 +157,7 @@ def test_a_moved_shard_that_was_reopened_is_written_where_it_lies(corpus: Path, 
 def test_documents_are_replaced_not_written_through(corpus: Path, store: Path, victim: Path, name: str) -> None:
     (store / name).unlink(missing_ok=True)
     (store / name).symlink_to(victim)
-    believed = name == STORE_FILE or name == f"{SHARD}.json"
+    believed = name in {STORE_FILE, f"{SHARD}.json"}
     with pytest.raises(EyasError) if believed else contextlib.nullcontext():
         write_manifest(store)
         extract_fake(corpus, store, retry_failed=True)
