@@ -439,3 +439,35 @@ def test_others_outputs_never_share_a_message_with_ours(plugin_module: ModuleTyp
         sent.clear()
         plugin_module.around_stream_output(original, None, alone, False)
         assert sent == [(alone, False, None)]
+
+
+class TouchyRequest:
+    """A request whose extra info cannot be looked at for the `fails_at`-th time, over all requests of a batch."""
+
+    looks = 0
+    fails_at = 0
+
+    def __init__(self, info: dict[str, Any] | None) -> None:
+        self._info = info
+
+    @property
+    def customized_info(self) -> dict[str, Any] | None:
+        TouchyRequest.looks += 1
+        if TouchyRequest.looks == TouchyRequest.fails_at:
+            raise RuntimeError("made to fail")
+        return self._info
+
+    @customized_info.setter
+    def customized_info(self, info: dict[str, Any] | None) -> None:
+        self._info = info
+
+
+@pytest.mark.parametrize("fails_at", range(1, 5))
+def test_every_output_is_sent_once_however_often_they_are_told_apart(plugin_module: ModuleType, fails_at: int) -> None:
+    """Whatever look at a request fails, the hook does not raise: the scheduler would end, with everyone's requests."""
+    reqs = [TouchyRequest({"eyas": [{}]}), TouchyRequest(None), TouchyRequest({"other": 1}), TouchyRequest(None)]
+    sent: list[TouchyRequest] = []
+    TouchyRequest.looks, TouchyRequest.fails_at = 0, fails_at
+    plugin_module.around_stream_output(lambda _, some: sent.extend(some), None, reqs)
+    assert TouchyRequest.looks >= fails_at, "nothing failed"
+    assert sorted(map(id, sent)) == sorted(map(id, reqs))

@@ -277,14 +277,16 @@ def attach_last(result: Any, processor: Any, input_ids: Any, hidden_states: Any,
 
 def around_stream_output(original: Callable[..., Any], streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> Any:
     """SGLang pads a request's extra info with None for every other request of the same message: send two messages."""
+    own, others = [], []
     try:
-        own = [request for request in reqs if has_reply(request)]
+        for request in reqs:  # asked once: a second answer might be another, or none
+            (own if has_reply(request) else others).append(request)
     except Exception:  # never raise into the server
         logger.exception("eyas: outputs not told apart: own requests go without a reply")
         own = _withdraw_replies(reqs)
-    if not own or len(own) == len(reqs):
+    if not own or not others:
         return original(streamer, reqs, *args, **kwargs)
-    original(streamer, [request for request in reqs if not has_reply(request)], *args, **kwargs)
+    original(streamer, others, *args, **kwargs)
     return original(streamer, own, *args, **kwargs)
 
 
