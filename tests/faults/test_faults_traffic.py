@@ -144,7 +144,7 @@ def test_decoding_users_requests_are_taken_back_while_rows_are_prefilled(
 ) -> None:
     """More decoding users than the KV pool holds: SGLang takes some back and prefills them again, mixed with ours."""
     before = server_log(neighbours.server).count("KV cache pool is full")
-    run = new_run(some_lengths(80, seed=1))
+    run = new_run(some_lengths(50, seed=1))
     with neighbours.around(10, tokens=100, pause_s=0), run.going() as going:
         pass
     run.must_end_well(going.result())
@@ -163,8 +163,8 @@ def test_users_who_hang_up(new_run: Callable[..., Run], neighbours: Neighbours) 
     def hang_up() -> None:
         body = {
             "rid": f"eyas.{'x' * 8}.{'y' * 8}.{rng.randrange(10**8):08d}.00",
-            "input_ids": rng.choices(range(10, VOCAB_SIZE), k=rng.choice([10, 300, 900])),
-            "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
+            "input_ids": rng.choices(range(10, VOCAB_SIZE), k=rng.choice([10, 150, 500])),
+            "sampling_params": {"max_new_tokens": 100},
         }
         if rng.random() < 0.5:
             del body["rid"]
@@ -172,8 +172,8 @@ def test_users_who_hang_up(new_run: Callable[..., Run], neighbours: Neighbours) 
             httpx.post(f"{server.url}/generate", json=body, timeout=rng.choice([0.02, 0.1, 0.4]))
         hung_up.append(1)
 
-    run = new_run(some_lengths(80, seed=2))
-    with neighbours.around(2), repeating(hang_up, 3), run.going() as going:
+    run = new_run(some_lengths(50, seed=2))
+    with neighbours.around(2), repeating(hang_up, 2), run.going() as going:
         pass
     assert len(hung_up) > 10
     run.must_end_well(going.result())
@@ -181,29 +181,32 @@ def test_users_who_hang_up(new_run: Callable[..., Run], neighbours: Neighbours) 
 
 @pytest.mark.parametrize("whose", ["one of ours", "ours by prefix", "all"])
 def test_abort_request(new_run: Callable[..., Run], server: Server, whose: str) -> None:
-    """A few times in the run, in prefill where they meet one: rows fail, are tried again, and end right."""
-    run = new_run(some_lengths(60, seed=4, longest=900), "extract.attempts=10")
-    aborted = 0
+    """Many times in the run, in prefill where they meet one: rows fail, are tried again, and end right."""
+    run = new_run(some_lengths(60, seed=4, longest=900), "extract.attempts=50")
 
-    def body() -> dict[str, Any]:
+    def abort(body: dict[str, Any]) -> None:
+        httpx.post(f"{server.url}/abort_request", json=body, timeout=30).raise_for_status()
+
+    def abort_some() -> None:
         match whose:
             case "one of ours":
-                rid = RequestId(_run_of(run), run.session(), random.randrange(60), 0)
-                return {"rid": str(rid)}
-            case "ours by prefix":
-                return {"rid": f"eyas.{_run_of(run)}"}
+                stored = run.rows_stored()
+                for row in range(stored, min(stored + 12, 60)):
+                    abort({"rid": str(RequestId(_run_of(run), run.session(), row, 0))})
+            case "ours by prefix":  # SGLang aborts what it knows by the exact id, and all that begin like it
+                body = {"rid": f"eyas.{_run_of(run)}", "input_ids": [11] * 200}
+                with contextlib.suppress(httpx.TimeoutException):
+                    httpx.post(f"{server.url}/generate", json=body, timeout=0.05)
+                abort({"rid": body["rid"]})
             case _:
-                return {"rid": "", "abort_all": True}
+                abort({"abort_all": True})
 
     with run.going() as going:
-        while not going.done() and aborted < (200 if whose == "one of ours" else 6):
-            httpx.post(f"{server.url}/abort_request", json=body(), timeout=30).raise_for_status()
-            aborted += 1
-            time.sleep(0.01 if whose == "one of ours" else 0.2)
+        for _ in range(20):
+            abort_some()
+            time.sleep(0.1)
     summary = going.result()
-    assert aborted > 1
-    if whose != "one of ours":
-        assert summary.retries > 0, "no abort met a row"
+    assert summary.retries > 0, "no abort met a row"
     run.must_end_well(summary)
 
 
@@ -214,58 +217,58 @@ def _run_of(run: Run) -> str:
 # --- those who imitate us ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", ["same", "other"])
-@pytest.mark.parametrize("kept", ["same", "other"])
+@pytest.mark.parametrize(("tokens", "kept"), [("other", "same"), ("same", "other"), ("same", "same")])
 def test_a_user_takes_our_very_ids(new_run: Callable[..., Run], server: Server, tokens: str, kept: str) -> None:
     """Before, at the same time and after ours, under exactly our run, session, row and attempt, with our spec."""
-    run = new_run(some_lengths(60, seed=5), "extract.window_requests=3", "extract.attempts=10")
-    rows = list(Corpus.open(run.corpus).rows(0, 60))
+    run = new_run(some_lengths(40, seed=5), "extract.window_requests=1", "extract.attempts=10")
+    rows = list(Corpus.open(run.corpus).rows(0, 40))
     agreed = hello(server).spec_id
     sent = []
 
-    def imitate(row: int, attempt: int) -> None:
+    def imitate(row: int) -> None:
         ids = rows[row].tokens.tolist()
         runs = kept_runs(rows[row].loss_mask, "loss") if kept == "same" else [0, 1]
         body = {
-            "rid": str(RequestId(_run_of(run), run.session(), row, attempt)),
+            "rid": str(RequestId(_run_of(run), run.session(), row, 0)),
             "input_ids": ids if tokens == "same" else [(token + 1) % VOCAB_SIZE for token in ids],
             "extra_key": f"imitator-{len(sent)}",
             "sampling_params": {"max_new_tokens": 1, "custom_params": {SPEC_PARAM: agreed, LAST_PARAM: runs}},
         }
         sent.append(httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code)
 
-    with run.going() as going, ThreadPoolExecutor(6) as pool:
-        stored = run.rows_stored()
-        near = [row for row in range(stored, 60) for _ in range(2)] + list(range(stored))
-        for job in [pool.submit(imitate, row, attempt) for row in near for attempt in (0, 1)]:
-            job.result()
-    summary = going.result()
-    assert sent.count(200) > 20
+    try:
+        with run.going() as going, ThreadPoolExecutor(6) as pool:
+            for job in [pool.submit(imitate, row) for row in [*reversed(range(40)), *range(40)]]:
+                job.result()
+        summary = going.result()
+    finally:  # what was sent after the run had ended nobody fetches
+        wait_until(lambda: not list(server.spool.glob(".eyas.*")), "a record is still being written")
+        for path in server.spool.glob(f"eyas.{_run_of(run)}.*"):
+            path.unlink(missing_ok=True)
+    assert sent.count(200) > 10
     if "other" in (tokens, kept):
         assert summary.retries > 0, "no imitator was ever quicker"
-    for path in server.spool.glob(f"eyas.{_run_of(run)}.*"):  # those sent after the run had ended are the imitator's
-        path.unlink()
     run.must_end_well(summary)
 
 
-@pytest.mark.parametrize("params", [None, {SPEC_PARAM: "0" * 32, LAST_PARAM: [0, 1]}, {SPEC_PARAM: 7}, {"eyas": "x"}])
-def test_users_with_ids_like_ours(new_run: Callable[..., Run], neighbours: Neighbours, params: Any) -> None:
+def test_users_with_ids_like_ours(new_run: Callable[..., Run], neighbours: Neighbours) -> None:
     """Malformed and well-formed, with and without our parameters: they get their tokens, and no record."""
     server = neighbours.server
     names = ["eyas.", "eyas.x", "eyas.../../x", "eyas." + "a" * 300, "eyas.AAAAAAAA.bbbbbbbb.00000001.00", "EYAS.x"]
-    names += [f"eyas.{'q' * 8}.{'r' * 8}.{n:08d}.{n:02d}" for n in range(8)]
-    run = new_run(some_lengths(30, seed=6))
+    names.append(f"eyas.{'q' * 8}.{'r' * 8}.00000001.01")
+    params: list[dict[str, Any] | None] = [None, {SPEC_PARAM: "0" * 32, LAST_PARAM: [0, 1]}, {SPEC_PARAM: 7}]
+    params.append({LAST_PARAM: "x", "eyas": [1]})
+    run = new_run(some_lengths(40, seed=6), "extract.window_requests=2")
 
-    def ask(number: int) -> list[int]:
-        body = Neighbours.body(0, 24)
-        if params is not None:
-            body["sampling_params"]["custom_params"] = params
-        return server.generate(rid=f"{names[number % len(names)]}", **body)["output_ids"]
+    def ask(name: str, given: dict[str, Any] | None) -> list[int]:
+        body = Neighbours.body(0, 8)
+        if given is not None:
+            body["sampling_params"]["custom_params"] = given
+        return server.generate(rid=name, **body)["output_ids"]
 
     with run.going() as going:
-        got = [ask(number) for number in range(len(names))]
-    assert all(tokens == got[0] for tokens in got)
-    assert got[0] == neighbours.alone(0)
+        got = [ask(name, given) for name in names for given in params]
+    assert all(tokens == neighbours.alone(0)[:8] for tokens in got)
     run.must_end_well(going.result())
 
 
