@@ -462,12 +462,12 @@ class TouchyRequest:
         self._info = info
 
 
-@pytest.mark.parametrize("fails_at", range(1, 5))
+@pytest.mark.parametrize("fails_at", range(1, 9))
 def test_every_output_is_sent_once_however_often_they_are_told_apart(plugin_module: ModuleType, fails_at: int) -> None:
     """Whatever look at a request fails, the hook does not raise: the scheduler would end, with everyone's requests."""
     reqs = [TouchyRequest({"eyas": [{}]}), TouchyRequest(None), TouchyRequest({"other": 1}), TouchyRequest(None)]
     sent: list[TouchyRequest] = []
     TouchyRequest.looks, TouchyRequest.fails_at = 0, fails_at
     plugin_module.around_stream_output(lambda _, some: sent.extend(some), None, reqs)
-    assert TouchyRequest.looks >= fails_at, "nothing failed"
+    assert TouchyRequest.looks >= min(fails_at, len(reqs))  # a second look at any of them is not taken
     assert sorted(map(id, sent)) == sorted(map(id, reqs))
