@@ -78,6 +78,7 @@ class DumpServer:
         shift: rows by which dumped states are shifted.
         prefill_s: time a forward takes at least, besides its own.
         counter: N of the next folder.
+        most_at_once: most requests that were in their forward at once.
     """
 
     model: Path
@@ -92,6 +93,7 @@ class DumpServer:
     prefill_s: float = 0.0
     counter: int = 0
     served: int = 0
+    most_at_once: int = 0
     dumped: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -102,7 +104,7 @@ class DumpServer:
         self._vocab = self._network.config.vocab_size
         self._lock, self._counting = threading.Lock(), threading.Lock()
         self._truths: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._life, self._down_until = 0, 0.0
+        self._life, self._down_until, self._at_once = 0, 0.0, 0
         self._held: list[Any] = []
         self._writers: list[threading.Thread] = []
         self._http = _Server(("127.0.0.1", 0), _Handler)
@@ -163,7 +165,12 @@ class DumpServer:
             self._dump(self._tokens(len(tokens)), life)
         for _ in range(faults.decode):
             self._dump(self._tokens(1), life)
+        with self._counting:
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
         time.sleep(self.prefill_s)
+        with self._counting:
+            self._at_once -= 1
         _, last, _ = self._forward(tokens)
         if draw["dropped"] >= faults.dropped:
             for _ in range(2 if draw["retried"] < faults.retried else 1):

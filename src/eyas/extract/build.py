@@ -15,8 +15,8 @@ from eyas.capture.contract import CaptureSpec, default_layers
 from eyas.config import Config
 from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError
+from eyas.extract.dumpdir.flags import missing
 from eyas.extract.engine import Engine, EngineInfo, Failed
-from eyas.extract.proof import PROOF_FILE
 from eyas.positions import kept_counts
 from eyas.store.format import EVENTS_DIR
 from eyas.store.writer import StoreWriter
@@ -34,7 +34,7 @@ class Job:
     Attributes:
         corpus, store: their paths.
         model: the target's folder or hub id.
-        url: the server, for the sglang engine.
+        url: the server, for the sglang and dumpdir engines.
         session: see `RequestId`.
         tokenizer: what is known of the target's, for the store's provenance.
     """
@@ -54,10 +54,17 @@ class Job:
         Raises:
             ConfigError: a server is named for an engine that has none.
         """
+        folder = self.cfg.dumpdir.folder
         if (named := self.cfg.extract.engine) != "auto":
-            if self.url and named != "sglang":
+            if self.url and named not in ("sglang", "dumpdir"):
                 raise ConfigError(f"the {named} engine has no server", self.url, "leave out --server or extract.engine")
+            if folder and named != "dumpdir":
+                raise ConfigError(
+                    f"the {named} engine reads no dumps", folder, "leave out --dump-dir or extract.engine"
+                )
             return named
+        if folder:
+            return "dumpdir"
         return "sglang" if self.url else "hf"
 
     @property
@@ -118,12 +125,25 @@ def make_engine(job: Job, share: int = 1) -> Engine:
             return adapters.HFEngine(
                 target, target_spec(target, cfg), device=cfg.extract.device, dtype=cfg.extract.model_dtype
             )
+        case "dumpdir":
+            check_workers(job, share)
+            if not job.url:
+                raise missing("--server")
+            target, spec = _dumped(job)
+            return adapters.DumpDirEngine(job.url, target, spec, cfg.dumpdir, cfg.server, job.run, job.session)
         case _:
             if not job.url:
                 raise ConfigError("the sglang engine needs a server", "extract.engine", "add --server URL")
-            spec = target_spec(_target(job, weights=False), cfg)
-            proof = job.store / EVENTS_DIR / PROOF_FILE
-            return adapters.SGLangEngine(job.url, spec, cfg.server, job.run, job.session, share, proof=proof)
+            return adapters.SGLangEngine(
+                job.url, target_spec(_target(job, weights=False), cfg), cfg.server, job.run, job.session, share
+            )
+
+
+def check_workers(job: Job, workers: int) -> None:
+    """Raises ConfigError where several workers would take each other's rows for their own."""
+    if workers > 1 and job.engine == "dumpdir":
+        hint = "leave it out: one worker keeps up to extract.window_requests rows of different lengths in flight"
+        raise ConfigError("dumps have no identity, so one worker alone may read a dump folder", "--workers", hint)
 
 
 def static_info(job: Job) -> EngineInfo | None:
@@ -137,6 +157,8 @@ def static_info(job: Job) -> EngineInfo | None:
             spec = target_spec(target, job.cfg)
             longest = target.config.get("max_position_embeddings")
             return EngineInfo(spec, max_row_tokens=longest or None) if spec.model else None
+        case "dumpdir":
+            return EngineInfo(_dumped(job)[1])
         case "fake":
             spec = fake_spec(job.cfg, Corpus.open(job.corpus))
             return EngineInfo(spec, max_row_tokens=job.cfg.fake.max_row_tokens)
@@ -193,6 +215,27 @@ def fake_spec(cfg: Config, corpus: Corpus) -> CaptureSpec:
         )
     except ValueError as error:
         raise ConfigError(str(error), "fake", "set capture.layers, or fake.num_layers to 7 or more") from error
+
+
+def _dumped(job: Job) -> tuple[Target, CaptureSpec]:
+    """The target behind a dump folder and the agreement, from settings and checkpoint alone.
+
+    Raises:
+        ConfigError: a setting that dumps do not tell is not given, or the checkpoint has no weights here.
+    """
+    cfg = job.cfg
+    if cfg.dumpdir.folder is None:
+        raise missing("--dump-dir")
+    if cfg.capture.layers is None:
+        raise missing("--layers")
+    if cfg.dumpdir.last is None:
+        raise missing("--last")
+    target = _target(job, weights=False)
+    spec = target_spec(target, cfg)
+    if not spec.model:
+        hint = "name a folder of safetensors with --target: norms and lm_head are read, the model is not loaded"
+        raise ConfigError("the target's weights are not here", job.model, hint)
+    return target, spec
 
 
 def _target(job: Job, *, weights: bool = True) -> Target:

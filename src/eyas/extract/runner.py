@@ -23,7 +23,7 @@ from eyas.events import EventLog
 from eyas.extract.build import (
     Job,
     check_corpus,
-    check_workers,
+    check_dumps,
     log_path,
     make_engine,
     new_session,
@@ -156,7 +156,7 @@ def extract(
     with StopSignals() as signals:
         opened = Corpus.open(corpus)
         job = Job(corpus, store, model or opened.meta.model, server, cfg or Config(), new_session())
-        check_workers(job, workers)
+        check_dumps(job, workers)
         console = console or Console(stderr=True)
         job, warning = check_corpus(job, opened)
         if warning:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from eyas.extract.dumpdir.matching import Candidate, Fit, Sighting, sort_out
 from eyas.extract.engine import Failed
 
 _MOST_COUNTS: Final = 10_000
+_BEGUN_BEFORE: Final = -1  # no row's count
 
 #: Token counts by folder name, each with what it was read from: shared by all rows, so that a dump's is read once.
 Counts = dict[str, tuple[Fresh, int]]
@@ -96,6 +98,8 @@ class Desk:
             try:
                 count = reader.count()
             except (Unfinished, Misfit) as reason:
+                if self._begun_before(fresh):
+                    return _BEGUN_BEFORE
                 self._said[fresh.name] = str(reason)
                 return None
             if len(self._counts) >= _MOST_COUNTS:
@@ -103,6 +107,15 @@ class Desk:
             self._counts[fresh.name] = fresh, count
         self._said[fresh.name] = f"{count} tokens"
         return count
+
+    def _begun_before(self, fresh: Fresh) -> bool:
+        """Whether a dump's count was there when the request was sent, and is still the same: it was being written.
+
+        One that takes over the name of another, as after a restart, will bring a count of its own.
+        """
+        with contextlib.suppress(Unfinished):
+            return bool(self._layout.count.files(fresh.old))
+        return False
 
     def _compared(self, fresh: Fresh, reader: DumpReader, tokens: int, evidence: Evidence | None) -> _Read:
         """Raises Unfinished."""

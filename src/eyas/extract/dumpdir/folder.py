@@ -54,12 +54,14 @@ class Fresh:
     Attributes:
         name: of the folder.
         place: its device and inode.
-        files: the new files in it, and only those.
+        files: the new files in it; others are never read.
+        old: names of its other files.
     """
 
     name: str
     place: tuple[int, int]
     files: Mapping[str, FileId]
+    old: frozenset[str] = frozenset()
 
 
 class DumpFolder:
@@ -144,7 +146,7 @@ class DumpFolder:
         for name, known in self._known.items():
             files = {file: identity for file, (identity, since) in known.files.items() if since > number}
             if files or known.since > number:
-                fresh.append(Fresh(name, known.place, files))
+                fresh.append(Fresh(name, known.place, files, frozenset(known.files.keys() - files.keys())))
         return fresh
 
     def remove(self, dump: Fresh) -> None:
