@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import weakref
@@ -246,3 +247,28 @@ def test_giving_up_frees_and_names(make: Callable[..., Recorder]) -> None:
     recorder = make()
     reply = recorder.refuse(rid(0), [1, 2, 3], Refused(Refusal.PLUGIN_ERROR, "boom"))
     assert (reply.status, reply.reason, reply.detail, reply.rows) == ("refused", "plugin-error", "boom", 3)
+
+
+def test_a_writer_that_cannot_even_say_so_goes_on_with_the_next_record(tmp_path: Path) -> None:
+    """Its thread would die otherwise, and all later records of its lane would be promised and never come."""
+
+    class Wordless(Spool):
+        @contextlib.contextmanager
+        def record_file(self, rid: str) -> Iterator[int]:
+            if "00000000" in rid:
+                raise OSError("made to fail")
+            with super().record_file(rid) as descriptor:
+                yield descriptor
+
+        def fail(self, rid: str, reason: Refusal, detail: str) -> None:
+            raise RuntimeError("made to fail")
+
+    spec = CaptureSpec(LAYERS, "loss", "f32", H, 100, 8, "f" * 32)
+    spool = Wordless(ServerSettings(layers=LAYERS, spool=str(tmp_path / "spool"), dtype="f32"))
+    recorder = Recorder(spec, spool, threads=1)
+    for row in range(2):
+        (word,) = send(recorder, row, 4, [], [])
+        assert word is not None
+        assert word.status == "accepted"
+    assert ended(recorder, 1).suffix == ".safetensors"
+    recorder.close()

@@ -235,6 +235,36 @@ def test_nothing_is_ever_raised_into_the_server(plugin: Any, which: Any) -> None
     assert plugin.before_attention_backends(SimpleNamespace()) is None
 
 
+@pytest.mark.parametrize("given", ["lora_id", "input_embeds", "positional_embed_overrides", "multimodal_inputs"])
+def test_a_request_shaped_by_more_than_its_tokens_is_refused(plugin: Any, given: str) -> None:
+    """Somebody else's adapter or image under our id: the record would claim that these are the model's own states."""
+    request = Request(RID, 4, plugin.recorder.spec_id)
+    setattr(request, given, object())
+    forward(plugin, batch((request, 0, 4)))
+    assert reply(request)["reason"] == "bad-request"
+    assert given in reply(request)["detail"]
+    assert not list(plugin.recorder.spool.folder.glob("*.safetensors"))
+
+
+def test_a_sweep_that_fails_costs_no_row_of_its_forward(plugin: Any) -> None:
+    class Untidy:
+        """The recorder, except that it cannot tidy up."""
+
+        def __init__(self, recorder: Any) -> None:
+            self._recorder = recorder
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._recorder, name)
+
+        def sweep(self) -> None:
+            raise RuntimeError("made to fail")
+
+    request, plugin.recorder = Request(RID, 4, plugin.recorder.spec_id), Untidy(plugin.recorder)
+    forward(plugin, batch((request, 0, 4)))
+    assert reply(request)["status"] == "accepted"
+    assert ended(plugin, RID).suffix == ".safetensors"
+
+
 def test_replaced_weights_end_capture_in_the_middle_of_a_prompt(plugin: Any) -> None:
     request, accepted = Request(RID, 10, plugin.recorder.spec_id), Request(RID[:-1] + "1", 4, plugin.recorder.spec_id)
     recorder = plugin.recorder

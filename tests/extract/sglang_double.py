@@ -57,6 +57,7 @@ class PluginServer:
         header: changes the record's header before it is written.
         record: changes the file's bytes before they are written; None writes no file.
         record_delay_s: time from the reply to the file.
+        seed: of its weights.
     """
 
     spec: CaptureSpec
@@ -73,6 +74,7 @@ class PluginServer:
     header: Callable[[RecordHeader], RecordHeader] = lambda header: header
     record: Callable[[bytes], bytes | None] = lambda data: data
     record_delay_s: float = 0.0
+    seed: int = 0
     faults_hit_probes: bool = False
     asked: list[dict[str, Any]] = field(default_factory=list)
     requests: list[httpx.Request] = field(default_factory=list)
@@ -138,7 +140,7 @@ class PluginServer:
         return reply_of(shown)
 
     async def _record(self, rid: RequestId, tokens: list[int], runs: list[int], faulty: bool) -> bytes | None:
-        states = await FakeEngine(self.spec).capture(CaptureRequest(rid, tokens, runs))
+        states = await FakeEngine(self.spec, seed=self.seed).capture(CaptureRequest(rid, tokens, runs))
         assert isinstance(states, Captured)
         edges = [*range(0, len(tokens), CHUNK), len(tokens)]
         header = RecordHeader(

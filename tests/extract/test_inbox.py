@@ -207,3 +207,25 @@ def test_a_spool_we_may_not_read_is_named(tmp_path: Path) -> None:
     (tmp_path / SPEC_FILE).chmod(0)
     with pytest.raises(EngineError, match="may not read"):
         Inbox(tmp_path).hello()
+
+
+def test_a_second_record_under_a_fetched_ones_name_is_removed(tmp_path: Path) -> None:
+    """Somebody imitates our ids: theirs came first, ours (the same states) after it was fetched."""
+
+    async def scenario() -> list[Path | Failed]:
+        inbox = Inbox(tmp_path)
+        put(tmp_path, f"{rid(0)}.safetensors")
+        first = await inbox.wait(rid(0), 5)
+        inbox.remove(rid(0))
+        put(tmp_path, f"{rid(0)}.safetensors")
+        put(tmp_path, f"{rid(1)}.safetensors")
+        second = await inbox.wait(rid(1), 5)
+        assert not (tmp_path / f"{rid(0)}.safetensors").exists()
+        put(tmp_path, f"{rid(0)}.failed")  # and one after the last wait
+        await inbox.close()
+        return [first, second]
+
+    assert [path.name for path in asyncio.run(scenario()) if isinstance(path, Path)] == [
+        f"{rid(row)}.safetensors" for row in range(2)
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == [f"{rid(1)}.safetensors"]

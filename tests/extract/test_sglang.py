@@ -491,3 +491,62 @@ def test_usage_and_stale_records(server: PluginServer) -> None:
         assert engine.spool_usage() == 0
 
     with_engine(engine_of(server), work)
+
+
+# --- what a run must not take for its server's word
+
+
+def passing(reason: str, times: int) -> Callable[[dict[str, Any]], httpx.Response | None]:
+    """A probe's first so many answers are refusals."""
+    left = [times]
+
+    def answer(_: dict[str, Any]) -> httpx.Response | None:
+        left[0] -= 1
+        word = CaptureReply("refused", SPEC.spec_id, "", 4, reason, "passing").to_dict()
+        return reply_of(None if reason == "no-plugin-reply" else word) if left[0] >= 0 else None
+
+    return answer
+
+
+@pytest.mark.parametrize("reason", ["plugin-error", "write-failed", "chunk-gap", "no-plugin-reply"])
+def test_a_passing_fault_of_the_probe_ends_no_run(server: PluginServer, reason: str) -> None:
+    server.probe_answers = passing(reason, 2)
+    assert start(engine_of(server)).spec == SPEC
+    server.probe_answers = passing(reason, 3)
+    with pytest.raises(EngineError, match="plugin"):
+        start(engine_of(server))
+
+
+def test_a_server_that_came_back_with_other_weights_is_another_model(server: PluginServer, tmp_path: Path) -> None:
+    """Under the very same agreement: only the states of the probe tell."""
+
+    def engine() -> SGLangEngine:
+        cfg = server.config()
+        return SGLangEngine(server.url, SPEC, cfg, RUN, SESSION, proof=tmp_path / "probe", transport=server.transport)
+
+    async def work(engine: SGLangEngine) -> None:
+        await engine.reprobe()
+        server.seed = 1
+        with pytest.raises(EngineError, match="another model"):
+            await engine.reprobe()
+
+    with_engine(engine(), work)
+    with pytest.raises(EngineError, match="another model"):
+        start(engine())
+    server.seed = 0
+    assert start(engine()).spec == SPEC
+
+
+def test_a_record_under_an_id_that_somebody_else_uses_is_nobodys(server: PluginServer) -> None:
+    """Its sender has it in flight: what comes under it is removed, whenever it comes."""
+    asked = request()
+    server.answers = lambda _: httpx.Response(400, json={"error": {"message": "Duplicate request ID detected: x"}})
+
+    async def work(engine: SGLangEngine) -> Any:
+        failed = await engine.capture(asked)
+        (server.spool / f"{asked.rid}.safetensors").write_bytes(b"theirs")
+        return failed
+
+    failed = with_engine(engine_of(server), work)
+    assert (failed.reason, failed.retry) == ("duplicate-rid", Retry.ATTEMPT)
+    assert server.records() == []
