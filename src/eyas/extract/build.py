@@ -17,6 +17,7 @@ from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError
 from eyas.extract.dumpdir.flags import missing
 from eyas.extract.engine import Engine, EngineInfo, Failed
+from eyas.extract.proof import PROOF_FILE
 from eyas.positions import kept_counts
 from eyas.store.format import EVENTS_DIR
 from eyas.store.writer import StoreWriter
@@ -126,22 +127,24 @@ def make_engine(job: Job, share: int = 1) -> Engine:
                 target, target_spec(target, cfg), device=cfg.extract.device, dtype=cfg.extract.model_dtype
             )
         case "dumpdir":
-            check_workers(job, share)
-            if not job.url:
-                raise missing("--server")
+            check_dumps(job, share)
             target, spec = _dumped(job)
-            return adapters.DumpDirEngine(job.url, target, spec, cfg.dumpdir, cfg.server, job.run, job.session)
+            return adapters.DumpDirEngine(job.url or "", target, spec, cfg.dumpdir, cfg.server, job.run, job.session)
         case _:
             if not job.url:
                 raise ConfigError("the sglang engine needs a server", "extract.engine", "add --server URL")
-            return adapters.SGLangEngine(
-                job.url, target_spec(_target(job, weights=False), cfg), cfg.server, job.run, job.session, share
-            )
+            spec = target_spec(_target(job, weights=False), cfg)
+            proof = job.store / EVENTS_DIR / PROOF_FILE
+            return adapters.SGLangEngine(job.url, spec, cfg.server, job.run, job.session, share, proof=proof)
 
 
-def check_workers(job: Job, workers: int) -> None:
-    """Raises ConfigError where several workers would take each other's rows for their own."""
-    if workers > 1 and job.engine == "dumpdir":
+def check_dumps(job: Job, workers: int) -> None:
+    """Raises ConfigError for a dump folder without its server, or with several workers, who would swap their rows."""
+    if job.engine != "dumpdir":
+        return
+    if not job.url:
+        raise missing("--server")
+    if workers > 1:
         hint = "leave it out: one worker keeps up to extract.window_requests rows of different lengths in flight"
         raise ConfigError("dumps have no identity, so one worker alone may read a dump folder", "--workers", hint)
 
