@@ -18,7 +18,7 @@ from sglang_cpu.models import tiny_llama
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-ROWS = 24
+ROWS = 30
 #: Steps of one forward, chunk or record, in order of their happening.
 FORWARD = ("sweep", "own-shares", "share", "assemble", "reserve", "take-rows", "snapshot", "reply", "answer")
 OUTPUT = ("stream-output",)
@@ -52,7 +52,7 @@ def neighbours(server: Server) -> Neighbours:
 
 def run_of(server: Server, model: Path, folder: Path, *overrides: str, rows: int = ROWS) -> Run:
     corpus = make_corpus(folder / "corpus.parquet", some_lengths(rows, seed=8, longest=180), seed=8)
-    cfg = settings(server, "extract.window_requests=4", "extract.attempts=10", *overrides)
+    cfg = settings(server, "extract.window_requests=2", "extract.attempts=10", *overrides)
     return Run(corpus, folder / "store", model, server, cfg)
 
 
@@ -81,8 +81,10 @@ def test_a_step_that_fails_costs_attempts_and_no_row(
     faults = {step: {"times": 2}}
     if step in AFTER_A_FAILURE:
         faults |= {AFTER_A_FAILURE[step]: {"times": 2}}
-    with neighbours.around(2), injector.injecting(**faults):
-        summary = run.now()
+    with neighbours.around(2), run.going() as going, injector.injecting(**faults):
+        wait_until(lambda: injector.counts()[step] - before[step] == 2 or going.done(), "the step was never reached")
+        going.exception()
+    summary = going.result()
     assert injector.counts()[step] - before[step] == 2
     if step not in HARMLESS:
         assert summary.retries > 0
@@ -137,8 +139,9 @@ def test_a_record_that_comes_after_its_deadline_is_neither_used_nor_left(
     server: Server, model: Path, injector: Injector, neighbours: Neighbours, tmp_path: Path
 ) -> None:
     run, before = run_of(server, model, tmp_path, "server.record_deadline_s=2"), injector.counts()
-    with neighbours.around(2), injector.injecting(record={"times": 1, "delay_s": 3}):
-        summary = run.now()
+    with neighbours.around(2), run.going() as going, injector.injecting(record={"times": 1, "delay_s": 3}):
+        going.exception()
+    summary = going.result()
     assert injector.counts()["record"] - before["record"] == 1
     assert summary.retries > 0
     run.must_end_well(summary)
