@@ -1,9 +1,11 @@
 """Write the generated pages: docs/cli.md (from the commands), docs/config.md (from the settings), docs/benchmarks.md
-(from benchmarks/results/*.json). `--check` fails when one is out of date."""
+(from benchmarks/results/*.json), docs/mutations.md (from the catalogue of tests/mutations). `--check` fails when one is
+out of date."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,10 +64,20 @@ def benchmarks_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def mutations_page() -> str:
+    """Every corruption that the tests inject, and who sees it; written by the catalogue itself."""
+    command = [sys.executable, "-c", "from mutations.catalogue import page; print(page(), end='')"]
+    path = os.pathsep.join(filter(None, (str(DOCS.parent / "tests"), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    ).stdout
+
+
 def pages() -> Iterator[tuple[Path, str]]:
     yield DOCS / "cli.md", cli_page()
     yield DOCS / "config.md", config_page()
     yield DOCS / "benchmarks.md", benchmarks_page()
+    yield DOCS / "mutations.md", mutations_page()
 
 
 def _first_line(section: type[BaseModel]) -> str:

@@ -145,6 +145,7 @@ def test_states_that_are_not_finite(tmp_path, dtype, value):
                 )[0]
             lease.put(row, aux, last)
         lease.finish()
+    writer.write_manifest()
     report = verify_store(tmp_path)
     assert [(p.kind, p.row) for p in report.problems] == [(ProblemKind.NOT_FINITE, 1)]
     assert verify_store(tmp_path, finite=False).ok
@@ -246,9 +247,17 @@ def test_two_rows_of_equal_length_swapped_consistently_are_found_against_the_cor
         for row in (0, 1):
             lease.put(row, bytes(2 * SPEC.aux_bytes_per_token), bytes(SPEC.last_bytes_per_position))
         lease.finish()
+    writer.write_manifest()
     assert verify_store(tmp_path).ok
     report = verify_store(tmp_path, lambda shard: rows)
     assert [(p.kind, p.row) for p in report.problems] == [(ProblemKind.IDENTITY, 0), (ProblemKind.IDENTITY, 1)]
+
+
+def test_a_complete_store_without_its_manifest(store):
+    (store.root / "manifest.json").unlink()
+    assert kinds(store.root) == [(ProblemKind.MANIFEST, "manifest.json", None)]
+    store.paths(store.plan.shards[0]).sidecar.unlink()  # an unfinished one has none yet
+    assert [kind for kind, _, _ in kinds(store.root)] == [ProblemKind.UNFINISHED]
 
 
 def test_a_volume_that_is_gone_and_no_store(store, tmp_path_factory):

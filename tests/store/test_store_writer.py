@@ -232,6 +232,7 @@ def test_put_takes_any_contiguous_buffer_and_hashes_given_or_not(tmp_path):
             hashes = tuple(field_hash(x.tobytes()) for x in row_states(row)) if row % 2 else None
             lease.put(row, aux, last, hashes)
         lease.finish()
+    writer.write_manifest()
     assert verify_store(tmp_path, contents).ok
 
 

@@ -330,11 +330,14 @@ def _folder_problems(folder: Path, info: StoreInfo, names: set[str], sidecars: I
         known |= {p.name for p in (paths.final, paths.sidecar, paths.part, paths.journal)}
     for name in sorted(names - known):
         yield Problem(ProblemKind.STRAY, name, None, "belongs to no planned shard")
+    described = list(sidecars)
     if MANIFEST_FILE in names:
         try:
             text = str(read_limited(folder / MANIFEST_FILE, MAX_DOCUMENT_BYTES)[0], "utf-8")
         except (OSError, ValueError) as error:
             yield Problem(ProblemKind.MANIFEST, MANIFEST_FILE, None, str(error))
             return
-        if text != manifest_json(info, list(sidecars)):
+        if text != manifest_json(info, described):
             yield Problem(ProblemKind.MANIFEST, MANIFEST_FILE, None, "not that of the shards beside it; write it again")
+    elif len(described) == len(info.plan.shards):
+        yield Problem(ProblemKind.MANIFEST, MANIFEST_FILE, None, "missing, though every shard is complete; run extract")

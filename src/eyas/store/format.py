@@ -22,7 +22,7 @@ from eyas.capture.contract import DTYPES, CaptureSpec, field_hash
 from eyas.capture.strictjson import loads, shown
 from eyas.capture.tensorfile import Layout, layout
 from eyas.store.journal import Provenance, Session, digest_field, int_field, provenance_field, text_field
-from eyas.store.plan import MAX_SHARD_TOKENS, Plan, Shard
+from eyas.store.plan import MAX_SHARD_TOKENS, Plan, Shard, planned_bytes
 
 FORMAT: Final = "eyas-store"
 FORMAT_VERSION: Final = 1
@@ -206,6 +206,8 @@ class StoreInfo:
             if spec.spec_id != data["spec_id"]:
                 raise ValueError("spec_id is not the hash of the spec")
             plan = Plan(_shards(data["shards"]), text_field(data["plan"]), int_field(data["total_bytes"]))
+            if plan.total_bytes != planned_bytes(plan.shards, spec):
+                raise ValueError("total_bytes is not that of the shards")
             text_field(data["corpus"]["digest"])
             return cls(spec, dict(data["corpus"]), int_field(data["shard_bytes"]), plan)
         except (KeyError, TypeError, AttributeError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -91,11 +92,7 @@ def make_plan(tokens_N: npt.ArrayLike, positions_N: npt.ArrayLike, spec: Capture
             f"row {int(np.argmax((positions < 0) | (positions > tokens)))} keeps more positions than tokens"
         )
 
-    row_bytes = (
-        tokens * (spec.aux_bytes_per_token + TOKEN_EXTRA_BYTES)
-        + positions * (spec.last_bytes_per_position + POSITION_EXTRA_BYTES)
-        + ROW_EXTRA_BYTES
-    )
+    row_bytes = tokens * token_bytes(spec) + positions * position_bytes(spec) + ROW_EXTRA_BYTES
     byte_ends, token_ends, position_ends = (np.concatenate([[0], np.cumsum(x)]) for x in (row_bytes, tokens, positions))
     edges = _edges(byte_ends.tolist(), token_ends.tolist(), max(shard_bytes - SHARD_EXTRA_BYTES, 0))
     shards = tuple(
@@ -110,8 +107,28 @@ def make_plan(tokens_N: npt.ArrayLike, positions_N: npt.ArrayLike, spec: Capture
             )
         )
     )
-    total = int(byte_ends[-1]) + len(shards) * SHARD_EXTRA_BYTES
-    return Plan(shards, _digest(tokens, positions, spec, shard_bytes), total)
+    return Plan(shards, _digest(tokens, positions, spec, shard_bytes), planned_bytes(shards, spec))
+
+
+def planned_bytes(shards: Sequence[Shard], spec: CaptureSpec) -> int:
+    """`Plan.total_bytes` of these shards."""
+    return sum(
+        shard.tokens * token_bytes(spec)
+        + shard.positions * position_bytes(spec)
+        + shard.rows * ROW_EXTRA_BYTES
+        + SHARD_EXTRA_BYTES
+        for shard in shards
+    )
+
+
+def token_bytes(spec: CaptureSpec) -> int:
+    """Bytes of one token in a shard: its states, its id, its mask."""
+    return spec.aux_bytes_per_token + TOKEN_EXTRA_BYTES
+
+
+def position_bytes(spec: CaptureSpec) -> int:
+    """Bytes of one kept position in a shard."""
+    return spec.last_bytes_per_position + POSITION_EXTRA_BYTES
 
 
 def _edges(byte_ends: list[int], token_ends: list[int], room: int) -> list[int]:
