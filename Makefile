@@ -10,12 +10,13 @@ export EYAS_CACHE ?= $(CURDIR)/.cache
 export TOKENIZERS_PARALLELISM := false
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help demo test test-fast check docs bench clean
+.PHONY: help demo test test-fast check docs bench soak clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 	@echo "make check  lint, types, import rules, generated docs   make bench  figures on this CPU"
 	@echo "make docs   write the generated pages                   make clean  remove environments and caches"
+	@echo "make soak   20,000 requests in chaos, half an hour; SOAK='--seed 7 --requests 2000' for other runs"
 
 $(VENV)/ready: pyproject.toml constraints/dev.txt
 	@echo "== Python environment for Eyas in $(VENV) (about a minute)"
@@ -67,6 +68,11 @@ docs: $(VENV)/ready
 
 bench: $(VENV)/ready $(SGLANG)/ready
 	@$(BIN)/python benchmarks/extract_cpu.py
+
+SOAK ?=
+soak: $(VENV)/ready $(SGLANG)/ready
+	@echo "== soak: the real SGLang server on CPU, everything that can go wrong; results in runs/soak"
+	@PYTHONPATH=tests $(BIN)/python -m soak --out runs/soak $(SOAK)
 
 clean:
 	rm -rf $(VENV) $(SGLANG) .cache runs dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
