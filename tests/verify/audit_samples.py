@@ -177,4 +177,5 @@ class TruthfulServer:
         shown = [token if token < vocab_size - 1 else 0 for token in tokens.tolist()]
         entries = [[value, token, None] for value, token in zip([None, *found], shown, strict=True)]
         meta = {"id": body["rid"], "finish_reason": {"type": "length"}, "input_token_logprobs": self.entries(entries)}
-        return httpx.Response(200, json={"text": "", "output_ids": [5], "meta_info": meta})
+        # As SGLang writes it: NaN and infinities as such, which httpx's own writer refuses.
+        return httpx.Response(200, content=json.dumps({"text": "", "output_ids": [5], "meta_info": meta}))

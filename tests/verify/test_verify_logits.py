@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import stamina
 import torch
 from audit_samples import LENGTHS, TruthfulServer, captured, damaged, make_corpus, write_store
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from eyas.capture.contract import CaptureSpec
 from eyas.config import load
 from eyas.data.corpus import Corpus
-from eyas.errors import IntegrityError
+from eyas.errors import ConfigError, EngineError, IntegrityError
 from eyas.extract.hf import hidden_states
 from eyas.store.reader import StoreReader
 from eyas.target.checkpoint import Target
-from eyas.verify import Audit, AuditKind, verify
+from eyas.verify import Audit, AuditKind, VerifyReport, verify
 from eyas.verify.logits import audit_by_logits
+from servers import free_port
 from sglang_cpu.models import tiny_llama
 
-MIXED = "abcdefg"
+RID_PREFIX = "eyas."
 
 
 class World:
@@ -139,3 +145,171 @@ def test_a_fault_of_the_captured_layers_alone_is_not_seen(world: World) -> None:
     report = verify(store, against=str(world.model), sample=0, console=Console(file=io.StringIO()))
     assert report.comparison is not None
     assert report.comparison.mismatches
+
+
+def test_the_server_is_asked_as_a_stranger_and_once_a_row(world: World) -> None:
+    server = TruthfulServer(world.model)
+    world.audit(world.right, server)
+    rids = [body["rid"] for body in server.asked]
+    assert len(set(rids)) == len(LENGTHS)
+    assert not any(rid.startswith(RID_PREFIX) for rid in rids)
+    assert "custom_params" not in server.asked[0]["sampling_params"]
+
+
+def test_a_sample_is_spread_over_the_store(world: World) -> None:
+    assert world.audit(world.right, sample=2).rows == [0, 6]
+
+
+def test_another_model_of_the_same_shape_differs_in_every_row(world: World, tmp_path: Path) -> None:
+    other = TruthfulServer(tiny_llama(tmp_path / "other", layers=4, hidden_size=128, seed=5))
+    audit = world.audit(world.right, other)
+    assert set(kinds(audit).values()) == {AuditKind.LOGITS_DIFFER}
+    report = VerifyReport(world.right, 7, 0, (), audit=audit)
+    with pytest.raises(IntegrityError, match="the very model"):
+        report.check()
+
+
+def test_a_server_that_halves_precision_is_measured_by_its_own_measure(world: World) -> None:
+    for settings in ({"dtype": "bfloat16"}, {"dtype": "auto"}, {"dtype": "float32", "quantization": "fp8"}, None):
+        assert world.audit(world.right, TruthfulServer(world.model, settings=settings)).dtype == "bf16"
+    assert world.audit(world.right, TruthfulServer(world.model, settings={"dtype": "half"})).dtype == "f16"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_is_no_number_is_never_right(world: World, value: float) -> None:
+    def entries(given: list[Any]) -> list[Any]:
+        return given if len(given) != 90 else [given[0], *([value, *entry[1:]] for entry in given[1:])]
+
+    audit = world.audit(world.right, TruthfulServer(world.model, entries=entries))
+    assert kinds(audit) == {4: AuditKind.LOGITS_DIFFER}
+
+
+def test_a_row_too_long_for_the_server_is_told_and_the_rest_is_compared(world: World) -> None:
+    def answers(body: dict[str, Any]) -> httpx.Response | None:
+        text = "The input (130 tokens) is longer than the model's context length (100 tokens)."
+        return httpx.Response(400, json={"error": {"message": text}}) if len(body["input_ids"]) > 100 else None
+
+    audit = world.audit(world.right, TruthfulServer(world.model, answers=answers))
+    assert list(audit.refused) == [6]
+    assert "row-too-long" in audit.refused[6]
+    assert (audit.rows, audit.problems) == ([0, 1, 2, 3, 4], [])
+    assert "row 6, row-too-long" in text_of(VerifyReport(world.right, 7, 0, (), audit=audit))
+
+
+def text_of(report: VerifyReport) -> str:
+    return "\n".join(f"{name} {line}" for name, line in report.lines())
+
+
+def test_a_busy_server_is_asked_again(world: World) -> None:
+    seen: set[int] = set()
+
+    def answers(body: dict[str, Any]) -> httpx.Response | None:
+        first = len(body["input_ids"]) not in seen
+        seen.add(len(body["input_ids"]))
+        return httpx.Response(429, json={"error": "The request queue is full."}) if first else None
+
+    with stamina.set_testing(True, attempts=5, cap=True):
+        audit = world.audit(world.right, TruthfulServer(world.model, answers=answers))
+    assert (len(audit.rows), audit.problems) == (6, [])
+
+
+def lost(_: dict[str, Any]) -> httpx.Response:
+    raise httpx.ReadError("gone")
+
+
+TOO_LONG = {"error": {"message": "is longer than the model's context length"}}
+ABORTED = {"meta_info": {"finish_reason": {"type": "abort", "message": "Out of memory"}}}
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ({"entries": lambda _: None}, "gives no prompt log-probabilities"),
+        ({"entries": lambda _: []}, "gives no prompt log-probabilities"),
+        ({"entries": lambda _: [None, 3]}, "cannot be read"),
+        ({"entries": lambda given: [[None, *entry[1:]] for entry in given]}, "cannot be read"),
+        ({"entries": lambda given: given[:-1]}, "are of other tokens"),
+        ({"entries": lambda given: [[entry[0], 7] for entry in given]}, "are of other tokens"),
+        ({"answers": lambda _: httpx.Response(200, json=[1])}, "gives no prompt log-probabilities"),
+        ({"answers": lambda _: httpx.Response(200, text="<html>")}, "gives no prompt log-probabilities"),
+        ({"answers": lambda _: httpx.Response(400, json={"error": "bad input"})}, "refuses a row"),
+        ({"answers": lambda _: httpx.Response(400, json=TOO_LONG)}, "none of the sampled rows"),
+        ({"answers": lambda _: httpx.Response(503, text="no")}, "gave no log-probabilities"),
+        ({"answers": lambda _: httpx.Response(200, json=ABORTED)}, "gave no log-probabilities"),
+        ({"answers": lost}, "gave no log-probabilities"),
+        ({"info": {"architectures": ["Qwen3ForCausalLM"]}}, "runs another model"),
+        ({"info": {"is_generation": False}}, "generates nothing"),
+        ({"api_key": "secret"}, "refuses us"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_one_clear_error(world: World, fault: dict[str, Any], what: str) -> None:
+    with stamina.set_testing(True, attempts=3), pytest.raises(EngineError, match=what) as error:
+        world.audit(world.right, TruthfulServer(world.model, **fault))
+    assert "\n" not in str(error.value)
+
+
+def test_no_server_is_one_clear_error(world: World) -> None:
+    console = Console(file=io.StringIO())
+    with pytest.raises(EngineError, match="no server"):
+        verify(world.right, logits=f"http://127.0.0.1:{free_port()}", model=str(world.model), console=console)
+
+
+def test_the_key_goes_along(world: World) -> None:
+    server = TruthfulServer(world.model, api_key="secret")
+    assert world.audit(world.right, server, overrides=["server.api_key=secret"]).problems == []
+
+
+def checkpoint(world: World, out: Path, **tensors: torch.Tensor | None) -> Path:
+    """The target's folder with other tensors; None removes one."""
+    shutil.copytree(world.model, out)
+    held = {**load_file(out / "model.safetensors"), **{name.replace("__", "."): t for name, t in tensors.items()}}
+    save_file({name: t for name, t in held.items() if t is not None}, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def test_a_checkpoint_without_lm_head_is_one_clear_error(world: World, tmp_path: Path) -> None:
+    bare = checkpoint(world, tmp_path / "bare", lm_head__weight=None)
+    with pytest.raises(ConfigError, match="no lm_head") as error:
+        world.audit(world.right, model=str(bare))
+    assert "--target" in error.value.hint
+
+
+def test_a_checkpoint_of_another_model_is_refused(world: World, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"another model.*layers 5 != 4"):
+        world.audit(world.right, model=str(tiny_llama(tmp_path / "deeper", layers=5, hidden_size=128)))
+    tuned = checkpoint(world, tmp_path / "tuned", model__norm__weight=torch.full((128,), 2.0))
+    with pytest.raises(ConfigError, match=r"another model.*fingerprint"):
+        world.audit(world.right, model=str(tuned))
+
+
+def test_one_shard_of_the_checkpoint_is_enough(world: World, tmp_path: Path) -> None:
+    model = world.server.network
+    model.save_pretrained(tmp_path / "part", max_shard_size="200KB")
+    files = json.loads((tmp_path / "part" / "model.safetensors.index.json").read_text())["weight_map"]
+    for file in set(files.values()) - {files["lm_head.weight"]}:
+        (tmp_path / "part" / file).unlink()
+    audit = world.audit(world.right, model=str(tmp_path / "part"))
+    assert (len(audit.rows), audit.problems) == (6, [])
+    assert any("fingerprint" in note for note in audit.notes)
+    assert any("final norm" in note for note in audit.notes)
+
+
+def test_a_hub_model_that_is_not_here_is_one_clear_error(world: World) -> None:
+    with pytest.raises(ConfigError, match="no such folder or hub model"):
+        world.audit(world.right, model="nobody/nothing")
+
+
+def test_without_a_model_the_flag_is_named(world: World) -> None:
+    with pytest.raises(ConfigError, match="lm_head") as error:
+        verify(world.right, logits="http://127.0.0.1:1")
+    assert "--target" in error.value.hint
+
+
+def test_rows_that_say_nothing_are_counted(world: World, tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path / "short.parquet", world.model, world.target.vocab_size, [3, 4, 5])
+    spec = world.specs["loss f32"]
+    store = write_store(tmp_path / "store", corpus, spec, captured(world.server.network, corpus, spec))
+    audit = world.audit(store)
+    assert audit.problems == []
+    assert audit.unjudged == [0]  # of 3 tokens, one trained: no position has a trained next token
+    assert "unjudged 1 rows" in text_of(VerifyReport(store, 3, 0, (), audit=audit))

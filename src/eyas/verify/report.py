@@ -100,6 +100,6 @@ def _audit_lines(done: Audit) -> list[tuple[str, str]]:
     if alike := done.alike.total():
         lines.append(("  controls", f"{alike:,} of {alike + done.told_apart.total():,} are too close to say"))
     if done.unjudged:
-        lines.append(("  unjudged", f"{len(done.unjudged)} rows keep too few positions to be told from any other"))
+        lines.append(("  unjudged", f"{len(done.unjudged)} rows with too little in them to be told from any other"))
     lines += [("  refused", f"row {row}, {why}") for row, why in list(done.refused.items())[:3]]
     return lines + [("problem", str(problem)) for problem in done.problems[:5]]
