@@ -77,13 +77,14 @@ def place(injector: Injector, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def run_of(server: Server, model: Path, folder: Path, *overrides: str) -> Run:
     corpus = make_corpus(folder / "corpus.parquet", some_lengths(ROWS, seed=9), seed=9)
-    cfg = settings(server, "extract.window_requests=2", "store.shard_bytes=4MB", *overrides)
+    cfg = settings(server, "extract.window_requests=2", "store.shard_bytes=2MB", *overrides)
     return Run(corpus, folder / "store", model, server, cfg)
 
 
 def must_end_with(run: Run, change: Callable[[], Server], what: str) -> Server:
     """In the middle of the run another server takes its server's place: the run ends and says why."""
     with run.going() as going:
+        wait_until(lambda: going.done() or list(run.store.glob("shard-*.json")), "no shard was ever complete")
         changed = change()
         with pytest.raises(EngineError, match=what) as caught:
             going.result()
@@ -91,7 +92,8 @@ def must_end_with(run: Run, change: Callable[[], Server], what: str) -> Server:
     assert "resumes" in caught.value.hint
     assert 0 < run.rows_stored() < ROWS
     report = verify(run.store, corpus=run.corpus, against=str(run.model), sample=0, console=quiet())
-    assert report.comparison is None or report.comparison.mismatches == []
+    assert report.comparison is not None
+    assert report.comparison.mismatches == []
     return changed
 
 
