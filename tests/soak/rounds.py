@@ -104,7 +104,7 @@ class Round:
     def play(self) -> None:
         """Chaos, quiet, truth. The round's files are gone afterwards, unless something was wrong with them."""
         threads = [
-            threading.Thread(target=self._extract, args=(store,), name=f"store-{store.number}", daemon=True)
+            threading.Thread(target=self._guarded, args=(store,), name=f"store-{store.number}", daemon=True)
             for store in self._stores
         ]
         for thread in threads:
@@ -144,6 +144,12 @@ class Round:
         )
         store = stage.folder / name
         return StoreRun(number, corpus, store, stage.log, JournalWatch(store))
+
+    def _guarded(self, store: StoreRun) -> None:
+        try:
+            self._extract(store)
+        except Exception as error:  # a thread's error would be printed and forgotten
+            self._findings.unexpected.append(f"{store.store.name}: {error!r}")
 
     def _extract(self, store: StoreRun) -> None:
         """Sessions of one store until it is done, each in a weather of its own."""

@@ -319,7 +319,7 @@ def test_the_relay_says_what_it_did(tmp_path: Path) -> None:
     requests = [record(row, 9, row) for row in range(200)]
     (server / "spec.json").write_text("{}")
     control.write_text(json.dumps({"seed": "a", "mutate": 0.4, "drop": 0.1, "delay": 0.1, "double": 0.1}))
-    config = RelayConfig(*map(str, (server, client, control, ledger)), "nextdoor")
+    config = RelayConfig(*map(str, (server, client, control, ledger)), neighbour="nextdoor")
     with Relay(config, clock=lambda: now[0]) as relay:
         for request, right in requests:
             (server / f"{request.rid}.safetensors").write_bytes(right.data)
