@@ -29,6 +29,7 @@ FORMAT_VERSION: Final = 1
 FIELDS: Final = ("tokens", "loss_mask", "aux", "last")  # columns of row_xxh3
 STORE_FILE: Final = "store.json"
 MANIFEST_FILE: Final = "manifest.json"
+_COLUMNS: Final = ["start", "stop", "tokens", "positions"]  # of the shards in store.json
 EVENTS_DIR: Final = "events"  # run logs, for people; no part of the format
 
 
@@ -193,7 +194,7 @@ class StoreInfo:
             "shard_bytes": self.shard_bytes,
             "plan": self.plan.digest,
             "total_bytes": self.plan.total_bytes,
-            "columns": ["start", "stop", "tokens", "positions"],
+            "columns": _COLUMNS,
         }
         return _document(head, "shards", [[s.start, s.stop, s.tokens, s.positions] for s in self.plan.shards])
 
@@ -206,6 +207,8 @@ class StoreInfo:
             if spec.spec_id != data["spec_id"]:
                 raise ValueError("spec_id is not the hash of the spec")
             plan = Plan(_shards(data["shards"]), text_field(data["plan"]), int_field(data["total_bytes"]))
+            if data["columns"] != _COLUMNS:
+                raise ValueError(f"the shards' columns are not {_COLUMNS}")
             if plan.total_bytes != planned_bytes(plan.shards, spec):
                 raise ValueError("total_bytes is not that of the shards")
             text_field(data["corpus"]["digest"])
