@@ -550,3 +550,20 @@ def test_a_record_under_an_id_that_somebody_else_uses_is_nobodys(server: PluginS
     failed = with_engine(engine_of(server), work)
     assert (failed.reason, failed.retry) == ("duplicate-rid", Retry.ATTEMPT)
     assert server.records() == []
+
+
+def test_a_record_that_cannot_be_removed_is_a_row_all_the_same(server: PluginServer) -> None:
+    """The spool became read-only between its coming and its removal: what was read is right, and kept."""
+    asked = request()
+
+    async def work(engine: SGLangEngine) -> Captured:
+        captured = await engine.capture(asked)
+        assert isinstance(captured, Captured)
+        record = server.spool / f"{asked.rid}.safetensors"
+        record.unlink(missing_ok=True)
+        record.mkdir()  # for root, too, something that unlink refuses
+        captured.release()
+        assert record.is_dir()
+        return captured
+
+    assert with_engine(engine_of(server), work).aux.shape[0] == len(asked.tokens)

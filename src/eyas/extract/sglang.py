@@ -8,6 +8,7 @@ reprobe   the proof again, after anything that smells of a restart; one at a tim
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 import string
@@ -167,7 +168,12 @@ class SGLangEngine:
         return result
 
     def _remover(self, rid: str) -> Callable[[], None]:
-        return lambda: self._inbox.remove(rid)
+        def remove() -> None:
+            # The row is safe; a spool that nothing can be removed from is the next probe's to name.
+            with contextlib.suppress(OSError):
+                self._inbox.remove(rid)
+
+        return remove
 
     async def _prove_patiently(self) -> ServerHello:
         async for attempt in stamina.retry_context(ProbeFailed, _PROBE_ATTEMPTS, None, 0.2, 1.0, 0.2):
