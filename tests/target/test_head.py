@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -182,8 +183,12 @@ def test_only_the_shard_that_holds_it_is_needed(tmp_path: Path) -> None:
         (tmp_path / file).unlink()
     assert torch.equal(Head.load(Target.load(str(tmp_path))).weight, model.get_output_embeddings().weight)
     (tmp_path / files["lm_head.weight"]).unlink()
+    target = Target.load(str(tmp_path))
     with pytest.raises(ConfigError, match="incomplete"):
-        Head.load(Target.load(str(tmp_path)))
+        Head.load(target)
+    with pytest.raises(ConfigError, match="not downloaded") as error:
+        Head.load(dataclasses.replace(target, model="some/hub-id"))
+    assert error.value.hint == f"hf download some/hub-id {files['lm_head.weight']}"
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:

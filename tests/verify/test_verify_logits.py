@@ -196,6 +196,15 @@ def test_a_row_too_long_for_the_server_is_told_and_the_rest_is_compared(world: W
     assert "row 6, row-too-long" in text_of(VerifyReport(world.right, 7, 0, (), audit=audit))
 
 
+def test_a_sample_that_proves_nothing_says_so(world: World, tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path / "short.parquet", world.model, world.target.vocab_size, [3, 3])
+    spec = world.specs["loss f32"]
+    store = write_store(tmp_path / "store", corpus, spec, captured(world.server.network, corpus, spec))
+    audit = world.audit(store)
+    assert (audit.rows, audit.unjudged) == ([], [0, 1])
+    assert "no sampled row can be told" in text_of(VerifyReport(store, 2, 0, (), audit=audit))
+
+
 def text_of(report: VerifyReport) -> str:
     return "\n".join(f"{name} {line}" for name, line in report.lines())
 

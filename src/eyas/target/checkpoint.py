@@ -74,6 +74,11 @@ class Target:
         return self.architecture["vocab_size"]
 
     @property
+    def is_hub_model(self) -> bool:
+        """Whether the user named a hub id, whose files lie in the hub's cache."""
+        return not Path(self.model).is_dir()
+
+    @property
     def is_routed(self) -> bool:
         """Whether a router picks experts."""
         return any(self.config.get(key) for key in _EXPERTS)

@@ -12,6 +12,7 @@ import torch
 from eyas.capture.fingerprint import is_outside_layers
 from eyas.errors import ConfigError
 from eyas.target.checkpoint import Target
+from eyas.target.weights import missing_files
 
 _HEADS: Final = ("lm_head", "embed_out", "output")  # Llama and most, GPT-NeoX, InternLM2
 _EMBEDDINGS: Final = ("embed_tokens", "wte", "tok_embeddings", "embed_in", "word_embeddings")
@@ -56,13 +57,16 @@ class Head:
         head, embedding = _find(files, _HEADS, target), _find(files, _EMBEDDINGS, target)
         ties = target.tie_flags()
         if head is None and not (embedding and any(ties)):
-            hint = "name a complete checkpoint with --target" if files else "safetensors files are needed"
+            hint = "name a complete checkpoint with --target" if files else "its safetensors files are needed here"
             raise ConfigError("the checkpoint has no lm_head", target.dir, hint)
         name = head or embedding
         assert name is not None
         bias_name = f"{name.removesuffix('weight')}bias" if head else None
         other = embedding if head and ties and all(ties) else None  # tied, and yet stored twice
         names = [name, *([bias_name] if bias_name in files else []), *([other] if other else [])]
+        if (absent := missing_files(target.dir, [files[name] for name in names])) and target.is_hub_model:
+            hint = f"hf download {target.model} {' '.join(absent)}"
+            raise ConfigError("the file with lm_head is not downloaded", target.model, hint)
         tensors = target.tensors(names)
         weight = _checked(tensors[name], name, target)
         if other and not torch.equal(weight, tensors[other]):

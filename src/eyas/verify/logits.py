@@ -83,6 +83,8 @@ def audit_by_logits(
     auditor = Auditor(head.log_probs, tolerance, reader.spec.num_layers, reader.spec.layers, norm)
     for row in served:
         auditor.judge(row, [other for other in served if other is not row], result)
+    if set(result.rows) <= set(result.unjudged):
+        result.notes.append("values of `last`: no sampled row can be told from another; look at more with --sample")
     return result
 
 
