@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -232,6 +233,7 @@ def _worker_main(job: Job, workers: int, link: Connection) -> None:
         if used is not None:
             link.send(used)
 
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # as in the parent: the run itself tells of retries
     work = Work(job, workers, link.send, tick)
     threading.Thread(target=_obey, args=(link, work), daemon=True).start()
     try:
