@@ -79,7 +79,7 @@ def settings(server: Server, *overrides: str) -> Config:
         overrides=[
             f"server.spool={server.spool}",
             "server.record_deadline_s=5",
-            "server.restart_timeout_s=120",
+            "server.restart_timeout_s=300",
             "capture.dtype=f32",
             "extract.window_requests=8",
             "extract.attempts=4",
