@@ -147,7 +147,7 @@ class Decisions:
         if random.random() < 0.2:
             faults["record"] = {"rate": 0.05, "delay_s": 0.5}
         relay = {
-            "mutate": round(random.uniform(0.02, 0.1), 4),
+            "mutate": round(random.uniform(0.04, 0.12), 4),
             "delay": round(random.uniform(0.0, 0.03), 4),
             "drop": round(random.uniform(0.0, 0.004), 4),
             "double": round(random.uniform(0.0, 0.03), 4),
