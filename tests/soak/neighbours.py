@@ -22,6 +22,7 @@ from eyas.capture.contract import LAST_PARAM, REPLY_KEY, SPEC_PARAM
 NEIGHBOUR: Final = "nextdoor"  # the run name in ids that imitate ours
 _PROMPTS: Final = 24
 _HEALTH_PERIOD_S: Final = 0.05
+_PROBERS: Final = 8  # a probe waits for its answer, the next one need not
 _PAUSE_S: Final = 0.8  # of each habit; much more would leave the server no time for our own requests
 
 
@@ -84,9 +85,8 @@ class Neighbours:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         async with httpx.AsyncClient(base_url=self._url, timeout=60, trust_env=False, limits=limits) as client:
             loops = [self._keep(habit, client, _PAUSE_S) for habit in habits]
-            await asyncio.gather(
-                *loops, self._keep(self._health, client, _HEALTH_PERIOD_S), self._keep(self._flush, client, 3.0)
-            )
+            probes = [self._keep(self._health, client, _PROBERS * _HEALTH_PERIOD_S) for _ in range(_PROBERS)]
+            await asyncio.gather(*loops, *probes, self._keep(self._flush, client, 3.0))
 
     async def _keep(
         self, habit: Callable[[httpx.AsyncClient], Awaitable[None]], client: httpx.AsyncClient, pause_s: float
