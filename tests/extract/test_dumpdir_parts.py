@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.config import DumpdirConfig
@@ -53,6 +53,7 @@ CANDIDATES = st.lists(st.tuples(st.sampled_from(Fit), st.integers(0, 1)), max_si
 )
 
 
+@settings(deadline=None)
 @given(CANDIDATES, st.sets(st.sampled_from(["req_7", "req_8"])), st.booleans(), st.booleans())
 def test_what_is_taken_is_right_and_nothing_else_could_be(
     candidates: list[Candidate], unfinished: set[str], alone: bool, late: bool
@@ -89,6 +90,7 @@ def test_one_begun_before_that_never_ends_is_a_refusal() -> None:
 # --- the gate ---------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=20))
 def test_no_two_of_one_length_and_alone_means_alone(rows: list[tuple[int, bool, bool]]) -> None:
     async def scenario() -> int:
@@ -421,6 +423,7 @@ ENTRIES = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["input_token_logprobs", "output_token_logprobs", "output_top_logprobs"]),
