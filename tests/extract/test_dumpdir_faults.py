@@ -132,7 +132,9 @@ def test_every_fault_at_once_and_the_methods_that_failed(model: Path, tmp_path: 
 
     with DumpServer(model, tmp_path / "dumps", LAYERS, faults=EVERYTHING, seed=3) as server:
         server.leave(12, [24, 40, 7])
-        summary = run(corpus, tmp_path / "store", server, settings_for(server.dumps, "extract.attempts=8"))
+        cfg = settings_for(server.dumps, "extract.attempts=8")
+        summary = run_again_and_again(corpus, tmp_path / "store", server, cfg)
+        assert summary is not None
         told = f"{summary.rows_done} right, {summary.failed} refused {dict(summary.reasons)}, {summary.retries} retries"
         print(f"ours: {told}")
         assert summary.rows_done + summary.failed == len(lengths)
