@@ -292,9 +292,10 @@ def test_a_store_disk_that_fills_up_while_the_run_goes_on(server: Server, model:
     try:
         run = run_of(server, model, tmp_path, "extract.window_requests=2", "store.shard_bytes=2MB")
         run.store = disk / "store"
-        with run.going() as going, (disk / "ballast").open("wb") as ballast:
-            free = os.statvfs(disk)
-            os.posix_fallocate(ballast.fileno(), 0, free.f_bavail * free.f_frsize - 65536)
+        with run.going() as going, (disk / "ballast").open("wb", buffering=0) as ballast:
+            with pytest.raises(OSError, match="No space left"):  # by writing: the run takes space meanwhile, too
+                while True:
+                    ballast.write(bytes(1 << 16))
             with pytest.raises(StoreError, match="disk full"):
                 going.result()
         with pytest.raises(StoreError):
