@@ -170,9 +170,10 @@ def _wrap_streaming(faults: Faults, error: Callable[[], Exception]) -> None:
     def wrapped(request: Any) -> bool:
         frame = sys._getframe(1)
         names = {frame.f_code.co_name, frame.f_back.f_code.co_name if frame.f_back else ""}
-        if hook in names and faults.due("stream-output"):
+        replied = original(request)
+        if replied and hook in names and faults.due("stream-output"):  # among others' outputs it would cost nobody
             raise error()
-        return original(request)
+        return replied
 
     sglang_plugin.has_reply = wrapped
 
