@@ -255,15 +255,11 @@ class DumpdirConfig(Section):
     """What tells dumps apart: the reply's log-probabilities against lm_head x last; or the token count alone, which
     cannot tell a foreign dump of equal length."""
     check_tokens: Annotated[int, Field(ge=0)] = 16
-    """How many of the row's last tokens have their log-probabilities compared, besides the answer's."""
-    check_top: Annotated[int, Field(ge=0)] = 16
-    """How many alternatives to the answer have theirs compared."""
+    """How many of the row's last tokens have their log-probabilities compared, besides those of 16 answers."""
     tolerance: Annotated[float, Field(gt=0)] | None = None
     """Nats by which a log-probability may differ; default: by dtype (docs/dumpdir.md)."""
     device: str = "cpu"
     """torch device of lm_head and the final norm, for the comparison."""
-    max_file_bytes: Bytes = 16 << 30
-    """Largest file of a dump that is read."""
 
 
 class StoreConfig(Section):

@@ -193,8 +193,12 @@ class DumpServer:
         meta["output_token_logprobs"] = top[:1]
         meta["output_top_logprobs"] = [top]
         if (start := body["logprob_start_len"]) >= 0:
-            rest = [[log_probs[p - 1, tokens[p]].item(), tokens[p], None] for p in range(start + 1, len(tokens))]
-            meta["input_token_logprobs"] = [[None, tokens[start], None], *rest]
+            rest = [log_probs[p - 1, tokens[p]].item() for p in range(start + 1, len(tokens))]
+            # As SGLang does: the last id comes back as 0.
+            ids = [token if token < self._vocab - 1 else 0 for token in tokens[start:]]
+            meta["input_token_logprobs"] = [
+                [value, token, None] for value, token in zip([None, *rest], ids, strict=True)
+            ]
         return meta
 
     def _restart(self) -> None:

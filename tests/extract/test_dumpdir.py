@@ -98,7 +98,6 @@ def check(server: DumpServer, asked: CaptureRequest, got: Captured | Failed) -> 
         ({}, ("dumpdir.done=finished",), "never finished"),
         ({}, ("dumpdir.last_file=hidden.pt",), "no hidden.pt yet"),
         ({}, ("dumpdir.pattern=dump_*",), "no dump of the probe came"),
-        ({}, ("dumpdir.max_file_bytes=1000",), "dumpdir.max_file_bytes"),
         ({"log_probs": False}, (), "--set dumpdir.check=count"),
         ({"faults": Faults(dropped=1.0)}, (), "no dump of the probe came"),
         ({"faults": Faults(done_early=1.0)}, (), "marker must come last"),
@@ -250,6 +249,51 @@ def test_by_count_alone_a_length_that_is_owed_a_dump_is_refused(model: Path, tmp
         assert [got.reason for got in (lost, other)] == ["dump-late", "late-dump-possible"]
         check(server, row(3, 31), third)
         check(server, row(1, 30), same)
+
+
+@pytest.mark.parametrize("changed", [0, 20, 39], ids=["first token", "in the middle", "last token"])
+def test_a_late_dump_is_not_taken_for_a_row_that_is_nearly_the_same(model: Path, tmp_path: Path, changed: int) -> None:
+    """Its content would pass: within the tolerance (a wide one here), rows that are alike give the same evidence."""
+    asked = row(1, 40)
+    tokens = [*asked.tokens]
+    tokens[changed] += 1 if tokens[changed] < VOCAB_SIZE - 1 else -1
+    nearly = dataclasses.replace(row(2, 40), tokens=tokens)
+    with DumpServer(model, tmp_path / "dumps", LAYERS) as server:
+        engine = engine_for(server, "dumpdir.tolerance=3.0")
+
+        async def work(_: EngineInfo) -> list[Captured | Failed]:
+            server.faults = Faults(reordered=1.0)  # held back until another dump is written
+            late = await engine.capture(asked)
+            server.faults = Faults(dropped=1.0, probes=1.0)
+            return [late, await engine.capture(nearly)]
+
+        late, taken = started(engine, work)
+        assert [got.reason for got in (late, taken)] == ["dump-late", "late-dump-possible"]
+
+
+def test_what_differs_clearly_is_taken_though_a_dump_of_its_length_is_owed(model: Path, tmp_path: Path) -> None:
+    with DumpServer(model, tmp_path / "dumps", LAYERS) as server:
+        engine = engine_for(server)
+
+        async def work(_: EngineInfo) -> list[Captured | Failed]:
+            server.faults = Faults(dropped=1.0)
+            lost = await engine.capture(row(1, 30))
+            server.faults = Faults()
+            return [lost, *[await engine.capture(asked) for asked in (row(2, 30), row(1, 30), row(3, 30))]]
+
+        lost, *rest = started(engine, work)
+        assert lost.reason == "dump-late"
+        for number, got in zip((2, 1, 3), rest, strict=True):
+            check(server, row(number, 30), got)
+
+
+def test_rows_with_the_last_id_of_the_vocabulary_are_taken(model: Path, tmp_path: Path) -> None:
+    """A server names it 0 beside its log-probability."""
+    with DumpServer(model, tmp_path / "dumps", LAYERS) as server:
+        for length, at in ((1, 0), (30, 29), (30, 20), (30, 13), (30, 0)):
+            asked = row(1, length)
+            asked.tokens[at] = VOCAB_SIZE - 1
+            check(server, asked, *captured(server, asked))
 
 
 def test_rows_without_log_probabilities_are_refused(model: Path, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ EVERYTHING = Faults(
     reordered=0.15,
 )
 NAMES = {"ambiguous-dump", "content-differs", "dump-late", "dump-unfinished", "dump-marked-early", "connection-lost"}
+NAMES |= {"late-dump-possible"}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from eyas.config import DumpdirConfig
 from eyas.errors import ConfigError
-from eyas.extract.dumpdir.content import Judge, asked_for, read_evidence
+from eyas.extract.dumpdir.content import ALTERNATIVES, Judge, alike, asked_for, read_evidence
 from eyas.extract.dumpdir.desk import Desk
 from eyas.extract.dumpdir.folder import DumpFolder
 from eyas.extract.dumpdir.gate import LengthGate
@@ -293,7 +293,7 @@ def test_an_archive_that_unpacks_to_more_is_not_read(tmp_path: Path) -> None:
 
 def test_files_larger_than_agreed_are_not_read(tmp_path: Path) -> None:
     write(tmp_path / "req_0", {"aux.pt": torch.zeros(1000, A, H), "last.pt": LAST})
-    with pytest.raises(Misfit, match="max_file_bytes"):
+    with pytest.raises(Misfit, match="at most 10,000 are read"):
         reader_of(tmp_path, max_bytes=10_000).dump(T)
 
 
@@ -399,7 +399,7 @@ def test_a_dump_that_was_half_written_when_the_row_was_sent_is_neither_taken_nor
     (tmp_path / "req_0").mkdir()
     (tmp_path / "req_0" / "meta.json").write_text(json.dumps({"num_tokens": T}))
     before = dumps.look_now()
-    desk = Desk(tmp_path, layout_of(), Judge(None, None, pre_norm=False), {}, 1 << 20)
+    desk = Desk(tmp_path, layout_of(), Judge(None, None, pre_norm=False), {})
     torch.save(AUX, tmp_path / "req_0" / "aux.pt")
     dumps.look_now()
     assert desk.read(dumps.since(before), T, None) == ([], set())
@@ -431,28 +431,59 @@ ENTRIES = st.one_of(
     )
 )
 def test_any_reply_is_evidence_or_a_reason(meta: dict[str, Any]) -> None:
-    result = read_evidence(meta, [5, 6, 7], 10)
+    result = read_evidence(meta, [5, 6, 7], 10, 0)
     if not isinstance(result, str):
         assert len(result.positions) == len(result.ids) == len(result.log_probs) > 0
         assert all(0 <= position < 3 for position in result.positions)
 
 
+TOP = [[-0.5, 3, None], [-2.0, 9, None], *[[-3.0, 4, None]] * (ALTERNATIVES - 2)]
+META = {
+    "input_token_logprobs": [[None, 6, None], [-1.0, 7, None]],
+    "output_token_logprobs": [[-0.5, 3, None]],
+    "output_top_logprobs": [TOP],
+}
+
+
 def test_evidence_of_a_reply() -> None:
-    meta = {
-        "input_token_logprobs": [[None, 6, None], [-1.0, 7, None]],
-        "output_token_logprobs": [[-0.5, 3, None]],
-        "output_top_logprobs": [[[-0.5, 3, None], [-2.0, 9, None]]],
-    }
-    evidence = read_evidence(meta, [5, 6, 7], 10)
+    evidence = read_evidence(META, [5, 6, 7], 100, 1)
     assert not isinstance(evidence, str)
-    assert list(zip(evidence.positions, evidence.ids, evidence.log_probs, strict=True)) == [
+    assert list(zip(evidence.positions, evidence.ids, evidence.log_probs, strict=True))[:4] == [
         (1, 7, -1.0),
         (2, 3, -0.5),
         (2, 3, -0.5),
         (2, 9, -2.0),
     ]
-    assert "not the row's" in str(read_evidence(meta, [5, 6, 8], 10))
-    assert "vocabulary" in str(read_evidence(meta, [5, 6, 7], 9))
-    assert asked_for(3, 1, 2) == {"return_logprob": True, "logprob_start_len": 1, "top_logprobs_num": 2}
-    assert asked_for(1, 16, 2)["logprob_start_len"] == 0
-    assert asked_for(9, 0, 2)["logprob_start_len"] == -1
+    assert "not the row's" in str(read_evidence(META, [5, 6, 8], 100, 1))
+    assert "vocabulary" in str(read_evidence(META, [5, 6, 7], 9, 1))
+    assert asked_for(3, 1) == {"return_logprob": True, "logprob_start_len": 1, "top_logprobs_num": ALTERNATIVES}
+    assert asked_for(1, 16)["logprob_start_len"] == 0
+    assert asked_for(9, 0)["logprob_start_len"] == -1
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        {"input_token_logprobs": None},
+        {"input_token_logprobs": []},
+        {"input_token_logprobs": [[None, 7, None]]},
+        {"input_token_logprobs": [[None, 6, None], [None, 7, None]]},
+        {"output_top_logprobs": None},
+        {"output_top_logprobs": []},
+        {"output_top_logprobs": [TOP[:-1]]},
+        {"output_top_logprobs": [[*TOP[:-1], [None, 4, None]]]},
+        {"output_token_logprobs": []},
+        {"output_token_logprobs": [[None, 3, None]]},
+    ],
+)
+def test_a_reply_with_less_than_was_asked_for_is_no_evidence(lacking: dict[str, Any]) -> None:
+    assert isinstance(read_evidence({**META, **lacking}, [5, 6, 7], 100, 1), str)
+
+
+def test_rows_are_alike_by_the_tokens_that_are_compared() -> None:
+    row = list(range(10))
+    assert alike(row, [*row[:6], 90, 91, 8, 9], 4)
+    assert not alike(row, [*row[:6], 90, 91, 92, 9], 4)
+    assert alike(row, [90] * 10, 0)  # nothing is compared
+    assert not alike(row, [*[90] * 6, *row[6:]], 100)
+    assert alike([1], [1], 16)

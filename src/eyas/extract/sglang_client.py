@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import ssl
+from collections.abc import Sequence
 from typing import Any, Final
 
 import httpx
@@ -244,6 +245,16 @@ def aborted(meta: dict[str, Any]) -> Failed | None:
     if any(text in message for text in _TOO_LONG):
         return Failed("row-too-long", message, Retry.NEVER)
     return Failed(str(Refusal.ABORTED), message, Retry.PROBE)
+
+
+def is_echo(returned: Sequence[int], sent: Sequence[int], vocab_size: int) -> bool:
+    """Whether the token ids beside a reply's log-probabilities are the prompt's.
+
+    The last id of the vocabulary comes back as 0: SGLang clips what may be an image's hash. Its value is its own.
+    """
+    return len(returned) == len(sent) and all(
+        back == token or (back == 0 and token == vocab_size - 1) for back, token in zip(returned, sent, strict=True)
+    )
 
 
 def _parsed(url: str) -> httpx.URL:

@@ -19,7 +19,7 @@ from eyas.config import Config, ServerConfig
 from eyas.errors import ConfigError, EngineError
 from eyas.extract.engine import Failed, Retry
 from eyas.extract.hf import torch_device
-from eyas.extract.sglang_client import SGLangClient, aborted
+from eyas.extract.sglang_client import SGLangClient, aborted, is_echo
 from eyas.store.reader import StoreReader, StoreRow
 from eyas.target.checkpoint import Target
 from eyas.target.head import Head
@@ -214,8 +214,7 @@ def read_log_probs(body: dict[str, Any], tokens: Sequence[int], vocab_size: int,
     except (TypeError, ValueError, IndexError, KeyError) as error:
         shown = json.dumps(entries[:2])[:100]
         raise EngineError("the server's log-probabilities cannot be read", where, shown) from error
-    # The last id of the vocabulary comes back as 0: SGLang clips what may be an image's hash. Its value is its own.
-    if ids != [token if token < vocab_size - 1 else 0 for token in tokens] and ids != list(tokens):
+    if not is_echo(ids, tokens, vocab_size):
         hint = f"{len(ids)} of {len(tokens)} tokens came back; --allow-auto-truncate must be off"
         raise EngineError("the server's log-probabilities are of other tokens", where, hint)
     return found

@@ -11,6 +11,7 @@ import torch
 
 from eyas.compare import SEPARATION
 from eyas.extract.dumpdir.matching import Fit
+from eyas.extract.sglang_client import is_echo
 from eyas.target.head import Head
 from eyas.target.norm import FinalNorm
 
@@ -21,6 +22,9 @@ TOLERANCE: Final[Mapping[torch.dtype, tuple[float, float]]] = {
     torch.float16: (0.05, 2e-3),
     torch.bfloat16: (0.25, 1e-2),
 }
+
+#: How many of the likeliest answers have their log-probabilities compared.
+ALTERNATIVES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,42 +42,53 @@ class Evidence:
     log_probs: list[float]
 
 
-def asked_for(tokens: int, check_tokens: int, check_top: int) -> dict[str, Any]:
+def asked_for(tokens: int, check_tokens: int) -> dict[str, Any]:
     """What a request must hold for the reply to carry evidence."""
     # The entry of the first position asked for is empty: nothing comes before it.
     start = max(0, tokens - 1 - check_tokens) if check_tokens else -1
-    return {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": check_top}
+    return {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": ALTERNATIVES}
 
 
-def read_evidence(meta: Mapping[str, Any], tokens: Sequence[int], vocab_size: int) -> Evidence | str:
+def read_evidence(meta: Mapping[str, Any], tokens: Sequence[int], vocab_size: int, check_tokens: int) -> Evidence | str:
     """The log-probabilities of a reply's `meta_info`, or why they are no evidence.
 
     Args:
         meta: of the reply.
         tokens: the row, T of them.
         vocab_size: of the target.
+        check_tokens: how many of the row's last tokens were asked for; fewer of them would prove less.
     """
     prompt = _pairs(meta.get("input_token_logprobs") or [])
     output = _pairs(meta.get("output_token_logprobs"))
     top = _pairs(next(iter(_list(meta.get("output_top_logprobs"))), []) or [])
     if not output or prompt is None or top is None:
         return "the reply holds no log-probabilities"
-    if any(not 0 <= token < vocab_size for token, _ in output[:1] + top):
+    answers = [*output[:1], *top]
+    if any(not 0 <= token < vocab_size for token, _ in answers):
         return f"the reply names tokens outside the target's vocabulary of {vocab_size}"
-    end = len(tokens) - 1
-    evidence = Evidence([], [], [])
     # Prompt entries belong to the last tokens of the row; the state before a token predicts it.
     first = len(tokens) - len(prompt)
-    for offset, (token, log_prob) in enumerate(prompt):
-        if first < 0 or token != tokens[first + offset]:
-            return "the reply's prompt tokens are not the row's"
-        if log_prob is not None and first + offset:
-            _add(evidence, first + offset - 1, token, log_prob)
-    for token, log_prob in [*output[:1], *top]:
-        if log_prob is None:
+    if first < 0 or not is_echo([token for token, _ in prompt], tokens[first:], vocab_size):
+        return "the reply's prompt tokens are not the row's"
+    known = [(at - 1, tokens[at], number) for at, (_, number) in enumerate(prompt, first) if at and number is not None]
+    wanted = min(check_tokens, len(tokens) - 1), min(ALTERNATIVES, vocab_size)
+    if len(known) < wanted[0] or len(top) < wanted[1]:
+        return (
+            f"the reply holds log-probabilities of {len(known)} prompt tokens and {len(top)} answers, "
+            f"{wanted[0]} and {wanted[1]} were asked for"
+        )
+    for token, number in answers:
+        if number is None:
             return "the reply's log-probabilities are not numbers"
-        _add(evidence, end, token, log_prob)
-    return evidence
+        known.append((len(tokens) - 1, token, number))
+    positions, ids, log_probs = zip(*known, strict=True)
+    return Evidence(list(positions), list(ids), list(log_probs))
+
+
+def alike(tokens: Sequence[int], other: Sequence[int], check_tokens: int) -> bool:
+    """Whether two rows of one length agree in half of the tokens compared, or more: too near to be told apart."""
+    compared = list(zip(tokens, other, strict=True))[max(0, len(tokens) - check_tokens) :]
+    return 2 * sum(one == two for one, two in compared) >= len(compared)
 
 
 class Judge:
@@ -145,12 +160,6 @@ def _within(evidence: Evidence, start: int, stop: int) -> Evidence:
         [evidence.ids[n] for n in kept],
         [evidence.log_probs[n] for n in kept],
     )
-
-
-def _add(evidence: Evidence, position: int, token: int, log_prob: float) -> None:
-    evidence.positions.append(position)
-    evidence.ids.append(token)
-    evidence.log_probs.append(log_prob)
 
 
 def _list(value: object) -> list[Any]:

@@ -41,12 +41,11 @@ class Desk:
         layout: what is where in a dump.
         judge: compares contents.
         counts: known token counts; is added to.
-        max_bytes: most bytes of one file.
     """
 
-    def __init__(self, folder: Path, layout: Layout, judge: Judge, counts: Counts, max_bytes: int) -> None:
+    def __init__(self, folder: Path, layout: Layout, judge: Judge, counts: Counts) -> None:
         self._folder, self._layout, self._judge = folder, layout, judge
-        self._counts, self._max_bytes = counts, max_bytes
+        self._counts = counts
         self._reads: dict[str, _Read] = {}
         self._said: dict[str, str] = {}  # why a dump is not finished, or of what other count it is
 
@@ -59,7 +58,7 @@ class Desk:
             evidence: of its reply; None where contents are not compared.
         """
         seen = {one.name: one for one in fresh}
-        readers = {name: DumpReader(self._folder, one, self._layout, self._max_bytes) for name, one in seen.items()}
+        readers = {name: DumpReader(self._folder, one, self._layout) for name, one in seen.items()}
         self._reads = {name: read for name, read in self._reads.items() if seen.get(name) == read.fresh}
         self._said = {}
         sightings = [

@@ -22,17 +22,17 @@ import httpx
 import stamina
 import torch
 
-from eyas.capture.contract import PROBE_ROW, CaptureSpec, RequestId, token_hash
+from eyas.capture.contract import PROBE_ROW, CaptureSpec, RequestId
 from eyas.config import DumpdirConfig, ServerConfig
 from eyas.errors import ConfigError, EngineError
-from eyas.extract.dumpdir.content import Evidence, Judge, asked_for, read_evidence
+from eyas.extract.dumpdir.content import ALTERNATIVES, Evidence, Judge, alike, asked_for, read_evidence
 from eyas.extract.dumpdir.desk import Counts, Desk, digest
 from eyas.extract.dumpdir.flags import missing
 from eyas.extract.dumpdir.folder import DumpFolder, Fresh
 from eyas.extract.dumpdir.gate import LengthGate
 from eyas.extract.dumpdir.layout import Layout
 from eyas.extract.dumpdir.loading import Dump
-from eyas.extract.dumpdir.matching import AMBIGUOUS, Vigil
+from eyas.extract.dumpdir.matching import AMBIGUOUS, Fit, Vigil
 from eyas.extract.dumpdir.words import COUNT_HINT, probe_error
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
 from eyas.extract.sglang_client import ServerAway, SGLangClient, aborted, prefill_body
@@ -62,6 +62,14 @@ class _Found:
     fresh: Fresh
     dump: Dump
     last: torch.Tensor
+
+
+@dataclass(slots=True, eq=False)
+class _Owed:
+    """A request whose dump was not taken, and may still come; evidence is None where no reply came."""
+
+    tokens: list[int]
+    evidence: Evidence | None = None
 
 
 class DumpDirEngine:
@@ -102,7 +110,7 @@ class DumpDirEngine:
         self._gate = LengthGate()
         self._judge: Judge | None = None
         self._alone: set[int] = set()  # rows that met several dumps
-        self._owed: dict[int, Counter[str]] = {}  # length -> dumps asked for, by row, that were not taken
+        self._owed: dict[int, list[_Owed]] = {}  # by length
         self._counts: Counts = {}
         self._dumped = torch.float32
         self._proving = asyncio.Lock()
@@ -159,28 +167,43 @@ class DumpDirEngine:
     # --- one row ------------------------------------------------------------------------------------------------------
 
     async def _find(self, request: CaptureRequest, *, alone: bool) -> _Found | Failed:
-        tokens, identity = len(request.tokens), token_hash(request.tokens)
-        async with self._gate.hold(tokens, alone=alone):
-            owed = self._owed.setdefault(tokens, Counter())
-            if self._cfg.check == "count" and owed.total() > owed[identity]:
-                detail = f"the dump of an earlier row of {tokens} tokens may still come, and nothing tells them apart"
+        tokens, length = request.tokens, len(request.tokens)
+        async with self._gate.hold(length, alone=alone):
+            owed = self._owed.setdefault(length, [])
+            others = [one for one in owed if one.tokens != tokens]
+            if self._cfg.check == "count" and others:
+                detail = f"the dump of an earlier row of {length} tokens may still come, and nothing tells them apart"
                 return Failed("late-dump-possible", detail, Retry.NEVER)
-            owed[identity] += 1
-            found = await self._ask(request, alone)
+            owed.append(ours := _Owed(tokens))
+            found = await self._ask(request, ours, alone)
+            if isinstance(found, _Found) and await asyncio.to_thread(self._may_be_of_any, others, tokens, found.last):
+                text = f"it fits an earlier row of {length} tokens as well, whose dump was not taken"
+                return Failed("late-dump-possible", f"{found.fresh.name}: {text}")
             if isinstance(found, _Found) or found.retry in (Retry.NEVER, Retry.WAIT):
-                owed[identity] -= 1  # it came, or the server did not take the request
+                owed.remove(ours)  # it came, or the server did not take the request
             return found
 
-    async def _ask(self, request: CaptureRequest, alone: bool) -> _Found | Failed:
+    def _may_be_of_any(self, others: list[_Owed], tokens: list[int], last_TH: torch.Tensor) -> bool:
+        """Whether a dump that fits its row may be another's, late: of rows that end alike, each fits the other too."""
+        for other in others:
+            if other.evidence is None:
+                if alike(tokens, other.tokens, self._cfg.check_tokens):
+                    return True
+            elif self._judge_of_dumps().fit(last_TH, other.evidence)[0] is not Fit.OTHER:
+                return True
+        return False
+
+    async def _ask(self, request: CaptureRequest, ours: _Owed, alone: bool) -> _Found | Failed:
         try:
             before = await self._folder.look()
             body = prefill_body(request)
             if self._cfg.check == "content":
-                body |= asked_for(len(request.tokens), self._cfg.check_tokens, self._cfg.check_top)
+                body |= asked_for(len(request.tokens), self._cfg.check_tokens)
             answer = await self._client.post(body)
             evidence = answer if isinstance(answer, Failed) else self._evidence(answer, request)
             if isinstance(evidence, Failed):
                 return evidence
+            ours.evidence = evidence
             return await self._wait(request, evidence, before, alone)
         except OSError as error:
             return Failed("dump-folder-gone", error.strerror or str(error), Retry.PROBE)
@@ -199,17 +222,15 @@ class DumpDirEngine:
             return Failed("prefix-cached", detail)
         if self._cfg.check == "count":
             return None
-        evidence = read_evidence(meta, request.tokens, self._spec.vocab_size)
+        evidence = read_evidence(meta, request.tokens, self._spec.vocab_size, self._cfg.check_tokens)
         return Failed("no-logprobs", evidence, Retry.PROBE) if isinstance(evidence, str) else evidence
 
     async def _wait(
         self, request: CaptureRequest, evidence: Evidence | None, before: int, alone: bool
     ) -> _Found | Failed:
         """Look until one dump can only be this row's, or the deadline passes."""
-        if self._judge is None:
-            raise EngineError("the engine is not started", self._client.where)
         vigil = Vigil(alone)
-        desk = Desk(self._folder.path, self._layout, self._judge, self._counts, self._cfg.max_file_bytes)
+        desk = Desk(self._folder.path, self._layout, self._judge_of_dumps(), self._counts)
         deadline_s = time.monotonic() + self._server.record_deadline_s
         pause_s = _SHORTEST_POLL_S
         while True:
@@ -224,6 +245,11 @@ class DumpDirEngine:
                 return _Found(*desk.taken(decision))
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * _POLL_GROWTH, _LONGEST_POLL_S)
+
+    def _judge_of_dumps(self) -> Judge:
+        if self._judge is None:
+            raise EngineError("the engine is not started", self._client.where)
+        return self._judge
 
     def _captured(self, request: CaptureRequest, found: _Found) -> Captured:
         """The states in the spec's dtype, `last` after the norm and where it is asked for."""
@@ -284,7 +310,7 @@ class DumpDirEngine:
 
     def _provenance(self) -> dict[str, str]:
         cfg = self._cfg
-        compared = f"token count, and log-probabilities of {cfg.check_tokens} prompt tokens and {cfg.check_top} answers"
+        compared = f"token count, and log-probabilities of {cfg.check_tokens} prompt tokens and {ALTERNATIVES} answers"
         content = cfg.check == "content"
         return {
             "engine": "dumpdir",

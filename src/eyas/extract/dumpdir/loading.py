@@ -26,6 +26,7 @@ from eyas.extract.dumpdir.layout import (
     parse_text,
 )
 
+MAX_FILE_BYTES: Final = 16 << 30  # 390,000 tokens of three layers of hidden size 7168 in bf16
 _TEXT_BYTES: Final = 1 << 20
 _PICKLE_BYTES: Final = 16 << 20
 _MOST_ENTRIES: Final = 65_536
@@ -57,7 +58,7 @@ class DumpReader:
         max_bytes: most bytes of one file.
     """
 
-    def __init__(self, folder: Path, fresh: Fresh, layout: Layout, max_bytes: int) -> None:
+    def __init__(self, folder: Path, fresh: Fresh, layout: Layout, max_bytes: int = MAX_FILE_BYTES) -> None:
         self._path = folder / fresh.name
         self._fresh, self._layout, self._max_bytes = fresh, layout, max_bytes
         self._contents: dict[str, Any] = {}
@@ -172,7 +173,7 @@ def _check_archive(file: IO[bytes], name: str, max_bytes: int) -> None:
         raise Misfit(f"{name} is no archive as torch.save writes it")
     sizes: Mapping[str, int] = {entry.filename: entry.file_size for entry in entries}
     if sum(sizes.values()) > max_bytes:
-        raise Misfit(f"{name} has {sum(sizes.values()):,} bytes, dumpdir.max_file_bytes is {max_bytes:,}")
+        raise Misfit(f"{name} has {sum(sizes.values()):,} bytes, at most {max_bytes:,} are read")
     if any(size > _PICKLE_BYTES for entry, size in sizes.items() if entry.endswith(".pkl")):
         raise Misfit(f"{name} holds more than tensors")
 
