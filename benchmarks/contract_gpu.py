@@ -3,7 +3,8 @@
     python benchmarks/contract_gpu.py --out results.json [--python SGLANG_PYTHON] [--pythonpath DIRS] [--flags ...]
 
 1. right: models written by transformers from a seed are served in bf16 with chunked prefill, 32 requests in flight,
-   radix cache on; every row of the store is recomputed by transformers in float32, with controls.
+   radix cache on; every row of the store is recomputed by transformers in float32, with controls, and compared with
+   the server's own log-probabilities.
 2. fast: the shape of Llama-3.1-8B with dummy weights; plain prefill (other users' requests, the plugin loaded) and
    capture into a store on RAM disk, in turns on one server. The figure is end to end: first request to last shard
    complete. `--skip-speed` leaves it out.
@@ -165,20 +166,31 @@ def check_right(args: argparse.Namespace, name: str, model: Path, work: Path) ->
     with server(args, model, work, "--chunked-prefill-size", "512") as url:
         cfg = settings(work, "store.shard_bytes=64MB")
         run = extract(corpus.path, work / "store", cfg=cfg, model=str(model), server=url, console=Console(width=160))
-    report = verify(work / "store", corpus=corpus.path, against=str(model), sample=0, console=Console(width=160))
+        report = verify(
+            work / "store",
+            corpus=corpus.path,
+            against=str(model),
+            logits=url,
+            sample=0,
+            cfg=cfg,
+            console=Console(width=160),
+        )
     assert report.comparison is not None
+    assert report.audit is not None
     for line in report.lines():
         print(f"{name}: {line[0]}  {line[1]}", flush=True)
     return {
-        "test": f"right: {name}, bf16, chunks of 512, 32 in flight, radix cache on",
+        "test": f"right: {name}, bf16, chunks of 512, 32 in flight, radix cache on{args.note}",
         "rows": run.rows_done,
         "failed": run.failed,
-        "mismatches": len(report.problems) + len(report.comparison.mismatches),
+        "mismatches": len(report.problems) + len(report.comparison.mismatches) + len(report.audit.problems),
         "tokens/s": run.tokens_per_s,
         "of plain": None,
         "GB/s": None,
         "worst median error": max(d.median for d in report.comparison.worst.values()),
         "nearest control": min(d.median for d in report.comparison.nearest.values()),
+        "worst median nats": report.audit.median,
+        "nearest control nats": min(report.audit.nearest.values()),
     }
 
 
@@ -218,6 +230,8 @@ def measure_speed(args: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
             "GB/s": middle["GB/s"] if kind == "captured" else None,
             "worst median error": None,
             "nearest control": None,
+            "worst median nats": None,
+            "nearest control nats": None,
         }
         for kind in ("plain", "captured")
     ]
@@ -234,6 +248,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=400, help="prompts a round of the speed test")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--skip-speed", action="store_true")
+    parser.add_argument("--note", default="", help="added to the names of the tests of correctness")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -248,7 +263,7 @@ def main() -> None:
             rows += measure_speed(args, work)
     words = shlex.join("PATH" if "/" in arg else arg for arg in sys.argv[1:])
     sglang = f"sglang {args.sglang or installed_sglang()}"
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no GPU"
     result = {
         "title": f"Capture on {gpu}",
         "what": "Correctness against transformers in float32, and speed: plain is other users' requests on the server "
