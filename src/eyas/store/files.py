@@ -6,7 +6,7 @@ What is made here is its owner's alone, whatever the umask: folders 0700, files 
 from __future__ import annotations
 
 import errno
-import fcntl
+import functools
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -18,13 +18,13 @@ from typing import Final
 import xxhash
 
 from eyas.capture.folder import read_limited
+from eyas.disk import FULL, fsync_dir, lock_opened
 from eyas.errors import IntegrityError, StoreError
 
 MAX_DOCUMENT_BYTES: Final = 256 << 20  # store.json and manifest.json have a line for each shard
 MAX_SIDECAR_BYTES: Final = 64 << 20  # a line for each failed row
 MAX_JOURNAL_BYTES: Final = 1 << 30  # a line for each row
 CHUNK_BYTES: Final = 512 << 10  # of whole items of any dtype; small enough to stay in cache between its uses
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_FALLOCATE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
 
 
@@ -78,7 +78,7 @@ def disk_errors(where: object) -> Iterator[None]:
         yield
     except OSError as error:
         at = error.filename or where
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise StoreError("disk full", at, "free space or move shards to another volume, then run again") from error
         if error.errno == errno.EIO:
             raise StoreError("the disk reports an I/O error", at, "check the disk, then run again") from error
@@ -135,28 +135,12 @@ def _open_or_create(path: Path) -> int:
 
 
 def lock_file(path: Path, *, create: bool = False) -> int | None:
-    """Open `path` for reading and writing under an exclusive `flock`; None while another process holds it.
-
-    The lock counts only if the path still names the file that was locked: between open and lock the holder may have
-    renamed it and let go. Closing the descriptor releases the lock.
+    """Open `path` for reading and writing under an exclusive lock (`lock_opened`); None while another process has it.
 
     Raises:
         OSError: the file is absent (without `create`) or cannot be opened.
     """
-    while True:
-        fd = _open_or_create(path) if create else open_regular(path, os.O_RDWR)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(fd)):
-                    return fd
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+    return lock_opened(path, _open_or_create if create else functools.partial(open_regular, flags=os.O_RDWR))
 
 
 def allocate(fd: int, size: int) -> None:
@@ -229,15 +213,6 @@ def hash_range(fd: int, start: int, stop: int, look: Callable[[memoryview], None
             look(buffer[:want])
         offset += want
     return digest.intdigest()
-
-
-def fsync_dir(folder: Path) -> None:
-    """Make renames and removals in `folder` survive a power loss."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def read_journal(path: Path) -> bytes:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from eyas.capture.folder import read_limited
 from eyas.capture.strictjson import loads
+from eyas.disk import fsync_dir
 from eyas.errors import ConfigError, IntegrityError, StoreError
 from eyas.store.check import verify_shard
 from eyas.store.documents import read_sidecar, read_store_info
@@ -24,7 +25,6 @@ from eyas.store.files import (
     allocate,
     create_new,
     disk_errors,
-    fsync_dir,
     lock_file,
     open_regular,
     tmp_of,

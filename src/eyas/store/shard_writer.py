@@ -14,11 +14,11 @@ import numpy as np
 
 from eyas.capture.contract import CaptureSpec, field_hash
 from eyas.capture.tensorfile import Layout
+from eyas.disk import fsync_dir
 from eyas.errors import IntegrityError, StoreError
 from eyas.store.files import (
     ShardPaths,
     disk_errors,
-    fsync_dir,
     hash_range,
     pwrite_all,
     pwrite_zeros,

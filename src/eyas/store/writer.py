@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy.typing as npt
 
 from eyas.capture.contract import CaptureSpec
+from eyas.disk import fsync_dir
 from eyas.errors import IntegrityError, StoreError
 from eyas.store.check import row_problems
 from eyas.store.documents import read_complete, read_sidecar, read_store_info, write_manifest
@@ -29,7 +30,6 @@ from eyas.store.files import (
     ShardPaths,
     allocate,
     disk_errors,
-    fsync_dir,
     lock_file,
     make_folder,
     pread_all,

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import xxhash
 
+from eyas.disk import FULL, fsync_dir, lock_opened
 from eyas.errors import IntegrityError, StoreError
-
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
@@ -25,7 +23,7 @@ def disk_errors(where: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             hint = "free space; the same command goes on, what was answered is kept"
             raise StoreError("disk full", where, hint) from error
         raise StoreError("cannot write", where, error.strerror or type(error).__name__) from error
@@ -133,35 +131,14 @@ class AppendFile:
             self.fd = -1
 
 
-def fsync_dir(folder: Path) -> None:
-    """Make new names in `folder` survive a power loss."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _opened(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _locked(path: Path) -> int:
-    while True:
-        fd = _opened(path)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Between open and lock the holder may have put another file in its place and let go.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(fd)):
-                    return fd
-        except BlockingIOError:
-            os.close(fd)
-            raise StoreError("another process is writing these answers", path, "wait for it, or name another") from None
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+    if (fd := lock_opened(path, _opened)) is None:
+        raise StoreError("another process is writing these answers", path, "wait for it, or name another")
+    return fd
 
 
 def json_line(row: dict[str, Any]) -> bytes:
