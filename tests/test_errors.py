@@ -31,3 +31,16 @@ def test_exit_codes_are_distinct_and_as_documented() -> None:
 )
 def test_one_line_says_what_where_and_what_to_do(args: tuple[str, ...], text: str) -> None:
     assert str(errors.EyasError(*args)) == text
+
+
+def test_the_cause_is_found_however_deep_it_lies_and_rings_end() -> None:
+    root = KeyError("root")
+    wrapped = OSError("outer")
+    wrapped.__cause__ = ValueError("between")
+    wrapped.__cause__.__context__ = root
+    assert errors.cause_of(wrapped, KeyError) is root
+    assert errors.cause_of(root, KeyError) is root
+    assert errors.cause_of(wrapped, TypeError) is None
+    assert errors.cause_of(None, KeyError) is None
+    root.__context__ = wrapped
+    assert errors.cause_of(wrapped, TypeError) is None

@@ -13,6 +13,10 @@ A traceback is for a bug only: `cli` prints these and exits with `exit_code`.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
+
 
 class EyasError(Exception):
     """Base of every error a user may see.
@@ -68,3 +72,14 @@ class Interrupted(EyasError):
     """The user stopped the run; what was in flight is journalled and the same command resumes."""
 
     exit_code = 130
+
+
+def cause_of(error: BaseException | None, kind: type[_Error]) -> _Error | None:
+    """The first of a kind among an error and those that it came from: HTTP clients wrap what the network raised."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, kind):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None

@@ -13,7 +13,7 @@ import httpx
 
 from eyas.capture.contract import LAST_PARAM, REPLY_KEY, SPEC_PARAM, CaptureReply, Refusal
 from eyas.config import ServerConfig
-from eyas.errors import ConfigError, EngineError
+from eyas.errors import ConfigError, EngineError, cause_of
 from eyas.extract.engine import CaptureRequest, Failed, Retry
 
 API_KEY_ENV: Final = "EYAS_API_KEY"  # what the settings do not give
@@ -90,7 +90,7 @@ class SGLangClient:
             if "model_path" in info:
                 return info
         raise EngineError(
-            "not an SGLang server", self.where, "its address and port are those that `eyas serve` printed?"
+            "not an SGLang server", self.where, "is the URL right? It is the server's base URL, such as http://localhost:30000"
         )
 
     async def settings(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class SGLangClient:
 
     def unreachable(self, error: httpx.RequestError) -> EngineError:
         """Why the transport failed, for a person."""
-        match _tls_error(error):
+        match cause_of(error, ssl.SSLError):
             case ssl.SSLCertVerificationError():
                 hint = "set server.ca_file to the authority that signed it"
                 return EngineError("no trust in the server's certificate", self.where, hint)
@@ -180,7 +180,7 @@ class SGLangClient:
         if isinstance(error, httpx.TimeoutException):
             return ServerAway("the server does not answer", self.where, f"waited {_SHORT_TIMEOUT_S:.0f} s")
         if isinstance(error, httpx.ConnectError):
-            return ServerAway("no server", self.where, "start it with `eyas serve MODEL`")
+            return ServerAway("no server", self.where, "is the URL right, and the server running? `eyas serve MODEL` starts one")
         return ServerAway("the connection broke", self.where, self._scrub(error))
 
     def _check_authorised(self, response: httpx.Response) -> None:
@@ -289,17 +289,6 @@ def _api_key(cfg: ServerConfig) -> str:
         hint = f"check server.api_key or {API_KEY_ENV} for spaces, line ends and quotation marks"
         raise ConfigError("the API key holds a character that no HTTP header can carry", hint=hint)
     return key
-
-
-def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
-    """The TLS failure at the bottom, if there is one; httpx and httpcore wrap it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, ssl.SSLError):
-            return error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import httpx
 import openai
 
 from eyas.data.regenerate.budget import Usage
-from eyas.errors import ConfigError, EngineError, EyasError
+from eyas.errors import ConfigError, EngineError, EyasError, cause_of
 
 LONGEST_RETRY_AFTER_S: Final = 600.0
 _DETAIL_CHARS: Final = 300
@@ -153,7 +153,7 @@ def fault_of_body(body: object, url: str = "", key: str = "", *, in_answer: bool
 def fault_of_error(error: Exception, url: str, key: str, *, in_answer: bool = False) -> Fault:
     """What an error of the client that is not a status means."""
     cause = error.__cause__ if isinstance(error, openai.APIConnectionError) and error.__cause__ else error
-    if (tls := _tls_error(error)) is not None:
+    if (tls := cause_of(error, ssl.SSLError)) is not None:
         if isinstance(tls, ssl.SSLCertVerificationError):
             hint = "SSL_CERT_FILE names the authority that signed it"
             return _stop(EngineError("no trust in the server's certificate", url, hint), "")
@@ -210,14 +210,3 @@ def _is_flagged(body: Any) -> bool:
     inner = body.get("error", body) if isinstance(body, dict) else None
     metadata = inner.get("metadata") if isinstance(inner, dict) else None
     return isinstance(metadata, dict) and bool(metadata.get("flagged_input") or metadata.get("reasons"))
-
-
-def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
-    """The TLS failure at the bottom, if there is one; clients wrap it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, ssl.SSLError):
-            return error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return None
