@@ -23,9 +23,9 @@ from eyas.capture.fingerprint import architecture_of, model_fingerprint
 from eyas.errors import ConfigError, EngineError
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
 from eyas.target.checkpoint import Target, norm_bytes
+from eyas.target.decoder import decoders, layers_of
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-_LAYER_LISTS: Final = ("layers", "h", "blocks")
 _BATCH_TOKENS: Final = {True: 1024, False: 16384}  # on a CPU: yes, no
 _PADDING_SHARE: Final = 16  # a row joins a batch for at most 1/16 of the batch in padding
 EMBEDDINGS: Final = -1  # the "layer" whose output is the input of layer 0
@@ -242,11 +242,9 @@ class _Decoder:
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_layers: int) -> _Decoder:
-        for module in _decoders(model):
-            for name in _LAYER_LISTS:
-                layers = getattr(module, name, None)
-                if isinstance(layers, torch.nn.ModuleList) and len(layers) >= num_layers:
-                    return cls(module, list(layers)[:num_layers], next(model.parameters()).device)
+        for module in decoders(model):
+            if len(layers := layers_of(module)) >= num_layers:
+                return cls(module, layers[:num_layers], next(model.parameters()).device)
         raise EngineError(
             "found no decoder layers in the model", type(model).__name__, f"{num_layers} in a list named `layers`"
         )
@@ -293,14 +291,6 @@ class _Decoder:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _decoders(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
-    """Where the decoder may be: transformers' own answer, then inwards (wrappers nest a model in a model)."""
-    module: Any = model.get_decoder()
-    while isinstance(module, torch.nn.Module):
-        yield module
-        module = next((getattr(module, name) for name in ("language_model", "model") if hasattr(module, name)), None)
 
 
 def _captured(request: CaptureRequest, aux_TAH: torch.Tensor, last_TH: torch.Tensor) -> Captured:

@@ -200,8 +200,10 @@ def _download(model: str, weights: bool) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError("no such folder or hub model", model, f"give a checkpoint's folder; {reason}") from error
+        hint = "give a checkpoint's folder, or OWNER/NAME on the hub"
+        if not isinstance(error, HFValidationError):  # that one speaks to programmers
+            hint += f"; {next(iter(str(error).strip().splitlines()), type(error).__name__)}"
+        raise ConfigError("no such folder or hub model", model, hint) from error
 
 
 def _raw_config(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -13,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from eyas.capture.fingerprint import is_outside_layers
 from eyas.errors import ConfigError
 from eyas.target.checkpoint import Target
+from eyas.target.decoder import decoders, layers_of
 
-_LAYER_LISTS: Final = ("layers", "h", "blocks")
 _NAMES: Final = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
 _ROWS: Final = 8192  # rows that are held in float32 at once
 
@@ -91,17 +90,9 @@ def _named_class(target: Target, config: PreTrainedConfig) -> Any:
 
 
 def _find_norm(model: Any, target: Target) -> tuple[str, torch.nn.Module]:
-    for module in _decoders(model):
-        if any(isinstance(getattr(module, name, None), torch.nn.ModuleList) for name in _LAYER_LISTS):
+    for module in decoders(model):
+        if layers_of(module):
             for name in _NAMES:
                 if isinstance(norm := getattr(module, name, None), torch.nn.Module):
                     return name, norm
     raise ConfigError("found no final norm in the model", target.dir, type(model).__name__)
-
-
-def _decoders(model: Any) -> Iterator[torch.nn.Module]:
-    """Where the decoder may be: transformers' own answer, then inwards (wrappers nest a model in a model)."""
-    module: Any = model.get_decoder()
-    while isinstance(module, torch.nn.Module):
-        yield module
-        module = next((getattr(module, name) for name in ("language_model", "model") if hasattr(module, name)), None)
