@@ -110,6 +110,7 @@ class Bench:
             await worker.run()
 
         asyncio.run(main())
+        self.store.write_manifest()  # as a run does when its workers are done
 
     @property
     def rows(self) -> int:
@@ -278,3 +279,30 @@ def test_a_row_group_is_decoded_once_however_many_shards_lie_in_it(corpus: Corpu
     bench.run()
     assert len(bench.store.plan.shards) >= 6
     assert (bench.rows, Counting.reads) == (ROWS, 1)
+
+
+def test_what_a_resume_does_not_believe_is_one_line_a_kind(corpus: Corpus, tmp_path: Path) -> None:
+    """A power loss may have taken the states of thousands of journalled rows."""
+    bench = Bench(corpus, tmp_path, FakeEngine(SPEC), window_requests=1)
+
+    def full(row: int) -> None:
+        if row == ROWS - 1:
+            raise StoreError("disk full", "here")
+
+    bench.store.gate = full
+    with pytest.raises(StoreError):
+        bench.run()
+    (shard,) = bench.store.plan.shards
+    aux = bench.store.info.layout(shard).tensors["aux"]
+    with bench.store.paths(shard).part.open("r+b") as part:
+        part.seek(aux.start)
+        part.write(bytes(aux.stop - aux.start))
+    bench.store.gate = lambda row: None
+    bench.reports.clear()
+    bench.run()
+    notes = [report.note for report in bench.reports if report.note]
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{shard.name}: row-differs: ")
+    assert notes[0].endswith(f" (and {ROWS - 2} more); captured again")
+    assert bench.rows == ROWS
+    assert verify_store(bench.store.root).ok

@@ -387,6 +387,25 @@ def test_failed_rows_are_not_pending_on_resume_until_reopened(tmp_path):
         assert (lease.pending, lease.failed) == ([1, 2, 3, 4, 5], {})
 
 
+@pytest.mark.parametrize(
+    "text", ["\ud800", "half a pair \udfff here", "a\nb\0\x1b[31m", "\U0001f600" * 2000, "x" * 10_000]
+)
+def test_whatever_a_reason_says_the_journal_gives_it_back(tmp_path, text):
+    """A server's error may hold anything that JSON can say; the rows after it must not be lost for it."""
+    writer = open_store(tmp_path)
+    shard = first(writer)
+    with writer.lease(shard, contents) as lease:
+        failed, *others = lease.pending
+        lease.fail(failed, "aborted", text)
+        for row in others:
+            lease.put(row, *row_states(row))
+    with open_store(tmp_path).lease(shard, contents) as lease:
+        assert (lease.distrusted, lease.pending) == ([], [])
+        lease.finish()
+    write_manifest(tmp_path)
+    assert verify_store(tmp_path).failed == 1
+
+
 def test_retried_rows_give_the_bytes_of_a_run_without_failures(tmp_path):
     writer = write_store(tmp_path / "a", failing={0, 7, 8, 39})
     retried = [shard.index for shard in writer.plan.shards if writer.reopen_failed(shard)]

@@ -26,7 +26,7 @@ from eyas.store.check import finite_check
 from eyas.store.files import CHUNK_BYTES
 from eyas.store.format import RowContents
 from eyas.store.plan import Shard
-from eyas.store.shard_writer import ShardWriter
+from eyas.store.shard_writer import Distrust, ShardWriter
 from eyas.store.writer import ShardState, StoreWriter
 
 _MAX_SENDS = 100  # attempt numbers have two digits
@@ -188,8 +188,11 @@ class Worker:
         writer = await self._in_thread(self._store.lease, shard, contents)
         if writer is None:
             return None
-        for finding in writer.distrusted:
-            self._report(Report(shard.index, note=f"{shard.name}: {finding}; captured again"))
+        for kind in Distrust:
+            found = [finding for finding in writer.distrusted if finding.kind is kind]
+            if found:  # one line a kind: a power loss may have taken thousands of rows
+                more = f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
+                self._report(Report(shard.index, note=f"{shard.name}: {found[0]}{more}; captured again"))
         pending = set(writer.pending)
         open_shard = _OpenShard(writer, len(pending))
         self._open.append(open_shard)

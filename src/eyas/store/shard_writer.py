@@ -53,6 +53,11 @@ def flat(data: Any) -> memoryview:
     return view.cast("B")
 
 
+def _plain(text: str) -> str:
+    """A reason as the journal can give it back: not without end, and no half of a surrogate pair."""
+    return text[:_DETAIL].encode(errors="replace").decode()
+
+
 class Distrust(StrEnum):
     """Why what a journal says of a row is not believed. The row is captured again."""
 
@@ -219,7 +224,7 @@ class ShardWriter:
         """
         self._claim(row)
         try:
-            self._record(RowFailed(row, reason[:_DETAIL], detail[:_DETAIL]))
+            self._record(RowFailed(row, _plain(reason), _plain(detail)))
         finally:
             self._land(row)
 
