@@ -235,7 +235,10 @@ def test_nothing_is_ever_raised_into_the_server(plugin: Any, which: Any) -> None
     assert plugin.before_attention_backends(SimpleNamespace()) is None
 
 
-@pytest.mark.parametrize("given", ["lora_id", "input_embeds", "positional_embed_overrides", "multimodal_inputs"])
+@pytest.mark.parametrize(
+    "given",
+    ["lora_id", "input_embeds", "positional_embed_overrides", "multimodal_inputs", "multi_item_delimiter_indices"],
+)
 def test_a_request_shaped_by_more_than_its_tokens_is_refused(plugin: Any, given: str) -> None:
     """Somebody else's adapter or image under our id: the record would claim that these are the model's own states."""
     request = Request(RID, 4, plugin.recorder.spec_id)

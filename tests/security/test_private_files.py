@@ -297,6 +297,8 @@ def test_a_folder_planted_by_another_user_is_refused_on_both_sides(shared_memory
             refusing()
         assert refused.value.errno == errno.EPERM
         assert str(shared_memory) in str(refused.value)
+    with pytest.raises(PermissionError, match=rf"user {os.geteuid()}'s or root's.*serve\.spool_group"):
+        Spool(settings(shared_memory))  # says what to do: the plugin repeats it to its client
     with pytest.raises(EngineError, match=r"not to be trusted: it belongs to user 12345.*spool_owner"):
         Inbox(shared_memory).hello()
 
@@ -317,6 +319,23 @@ def test_a_server_of_another_user_whose_group_is_ours_is_read(tmp_path: Path) ->
     assert grouped.hello() == HELLO
     grouped.remove(rid(0))
     assert not (folder / f"{rid(0)}.safetensors").exists()
+
+
+@as_root
+def test_a_folder_that_the_clients_user_made_for_a_server_in_a_container(tmp_path: Path) -> None:
+    """Root there, a user of the host here: the way that the refusal names, the user's group, works."""
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    for mode in (0o755, 0o775):  # umask 022 and 002
+        folder.chmod(mode)
+        os.chown(folder, STRANGER, STRANGER)
+        with pytest.raises(PermissionError, match="spool_group"):
+            Spool(settings(folder))
+        run_spool(folder, mode=0o660, group=str(STRANGER))
+        for path in folder.iterdir():
+            assert (path.stat().st_uid, path.stat().st_gid) == (0, STRANGER)
+            assert path.stat().st_mode & 0o777 == 0o660
+            path.unlink()
 
 
 @as_root

@@ -56,7 +56,8 @@ _RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
 _LOGITS: Final = "sglang.srt.layers.logits_processor.LogitsProcessor"
 _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _WEIGHT_SOURCES: Final = ("disk", "distributed", "tensor", "ipc")
-_BEYOND_TOKENS: Final = ("lora_id", "input_embeds", "positional_embed_overrides", "multimodal_inputs")
+_DELIMITERS: Final = "multi_item_delimiter_indices"  # another attention mask
+_BEYOND_TOKENS: Final = ("lora_id", "input_embeds", "positional_embed_overrides", "multimodal_inputs", _DELIMITERS)
 _STREAMER: Final = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 #: From 0.5.23 the server's own flags bring the last state; before, our hooks attach it under the same name.
@@ -233,8 +234,7 @@ class Share:
 
 def beyond_tokens(request: Any) -> str:
     """What besides token ids shapes a request's states, empty for plain text; a record's identity knows only those."""
-    given = (name for name in _BEYOND_TOKENS if getattr(request, name, None) is not None)
-    return ", ".join(given)
+    return ", ".join(name for name in _BEYOND_TOKENS if getattr(request, name, None) is not None)
 
 
 def own_shares(result: Any, batch: Any) -> Iterator[Share]:

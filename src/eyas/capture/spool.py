@@ -118,8 +118,12 @@ class Spool:
         self._failing = False
         self._scanned_s = 0.0
         self._make_folder()
-        with self._opened() as folder:
-            stale = {file.name: -(-file.size // shares) for file in _files(folder)}
+        try:
+            with self._opened() as folder:
+                stale = {file.name: -(-file.size // shares) for file in _files(folder)}
+        except PermissionError as error:
+            known = f"a spool is user {os.geteuid()}'s or root's, or of a group of ours named in serve.spool_group"
+            raise PermissionError(error.errno, f"{error.strerror}; {known}", str(self.folder)) from error
         self._quota = Quota(settings.quota_bytes // shares, stale)
 
     @property
