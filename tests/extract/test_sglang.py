@@ -537,6 +537,36 @@ def test_a_server_that_came_back_with_other_weights_is_another_model(server: Plu
     assert start(engine()).spec == SPEC
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("while_proving", [False, True])
+def test_a_restart_between_two_requests_is_noticed(server: PluginServer, seed: int, while_proving: bool) -> None:
+    """No request failed of it, and the agreement is the same: it may serve other weights all the same."""
+
+    async def work(engine: SGLangEngine) -> tuple[Any, ...]:
+        assert isinstance(await engine.capture(request(0)), Captured)
+        server.restart()
+        server.seed = seed
+        if while_proving:  # the other one's record comes while its probe is judged: nor is it believed then
+            rows = asyncio.gather(*(engine.capture(request(row)) for row in range(1, 5)))
+            proof, found = await asyncio.gather(engine.reprobe(), rows, return_exceptions=True)
+            return proof, *found
+        failed = await engine.capture(request(1))
+        assert isinstance(failed, Failed)
+        assert (failed.reason, failed.retry) == ("server-restarted", Retry.PROBE)
+        assert server.records() == [f"{request(0).rid}.safetensors"]
+        (proof,) = await asyncio.gather(engine.reprobe(), return_exceptions=True)
+        return proof, await engine.capture(request(2))
+
+    proof, *found = with_engine(engine_of(server), work)
+    if seed:
+        assert "another model" in str(proof)
+        assert {type(one) for one in found} == {Failed}
+        assert {one.reason for one in found} == {"server-restarted"}
+    else:
+        assert proof is None
+        assert {type(one) for one in found} == {Captured} or while_proving
+
+
 def test_a_record_under_an_id_that_somebody_else_uses_is_nobodys(server: PluginServer) -> None:
     """Its sender has it in flight: what comes under it is removed, whenever it comes."""
     asked = request()

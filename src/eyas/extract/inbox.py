@@ -103,6 +103,15 @@ class Inbox:
             hint = "install the same eyas in the server's environment and restart it"
             raise EngineError(f"cannot understand the plugin ({error})", path, hint) from error
 
+    def started_ns(self) -> int | None:
+        """When the server that writes here said so, in its spec.json: another start, another time. None: not there.
+
+        A time and not an inode: file systems of containers make those up.
+        """
+        with contextlib.suppress(OSError), self._opened() as folder:
+            return os.stat(SPEC_FILE, dir_fd=folder, follow_symlinks=False).st_mtime_ns
+        return None
+
     @property
     def owners(self) -> frozenset[int] | None:
         """User ids whose records are believed: root, this one, and whoever wrote spec.json; None before `hello`."""
@@ -209,7 +218,7 @@ class Inbox:
             else:
                 continue
             found = True
-        removed = self._removed.copy()  # in one step: other threads append
+        removed = set(self._removed.copy())  # copied in one step: other threads append
         # They may grow for as long as the run lives: look the names up, not the other way round.
         for rid in {name.removesuffix(RECORD_SUFFIX).removesuffix(FAILED_SUFFIX) for name in names}:
             if rid in self._abandoned or rid in removed:

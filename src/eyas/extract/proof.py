@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from eyas.errors import EngineError, StoreError
 from eyas.store.files import write_new
@@ -20,6 +20,7 @@ PROOF_FILE: Final = "probe.safetensors"
 #: Largest median distance of one model from itself, relative to its states: noise is hundredths, another model is one.
 SAME_MODEL: Final = 0.3
 _STATES: Final = "states"
+_SPEC: Final = "spec_id"
 
 
 class Proof:
@@ -33,8 +34,10 @@ class Proof:
         self._path = path
         self._first: torch.Tensor | None = None
 
-    def check(self, states: torch.Tensor, where: object) -> None:
+    def check(self, states: torch.Tensor, spec_id: str, where: object) -> None:
         """Compare a probe's states [T, A + 1, H] with the first one's, or keep them where they are the first.
+
+        States of another spec are not compared: whoever opens the store says what differs.
 
         Raises:
             EngineError: another model's.
@@ -42,31 +45,36 @@ class Proof:
         """
         states = states.float().contiguous()
         if self._first is None:
-            self._first = self._kept()
+            self._first = self._kept(spec_id)
         if self._first is None:
             self._first = states
         moved = distance(states, self._first) if states.shape == self._first.shape else torch.inf
         if moved > SAME_MODEL:
             told = f"the same tokens' states moved by {moved:.2f} of their size since the first probe"
+            if self._path is not None and self._path.exists():
+                told += f"; should it be the same all the same, remove {self._path}"
             raise EngineError("the server serves another model", where, told)
-        self._keep()
+        self._keep(spec_id)
 
-    def _kept(self) -> torch.Tensor | None:
+    def _kept(self, spec_id: str) -> torch.Tensor | None:
         if self._path is None:
             return None
         try:
-            return load(self._path.read_bytes())[_STATES]
+            with safe_open(self._path, framework="pt") as file:
+                if (file.metadata() or {}).get(_SPEC, spec_id) != spec_id:
+                    return None
+                return file.get_tensor(_STATES).float()
         except FileNotFoundError:
             return None
-        except (OSError, SafetensorError, KeyError) as error:
+        except (OSError, SafetensorError) as error:
             hint = "remove it if the server is still the one that the store was begun with"
             raise StoreError("cannot read the first probe", self._path, hint) from error
 
-    def _keep(self) -> None:
+    def _keep(self, spec_id: str) -> None:
         if self._path is None or self._first is None or not self._path.parent.is_dir() or self._path.exists():
             return
         try:
-            write_new(self._path, save({_STATES: self._first}))
+            write_new(self._path, save({_STATES: self._first}, {_SPEC: spec_id}))
         except OSError as error:
             raise StoreError(error.strerror or "cannot write", self._path) from error
 

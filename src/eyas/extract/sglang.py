@@ -86,6 +86,7 @@ class SGLangEngine:
         self._proving = asyncio.Lock()
         self._proofs = 0
         self._proof = Proof(proof)
+        self._proven_ns: int | None = None  # start of the server that the latest probe proved
 
     @property
     def spool(self) -> Path:
@@ -160,11 +161,18 @@ class SGLangEngine:
         if isinstance(path, Failed):
             result = path
         else:
-            result = await asyncio.to_thread(
-                open_record, path, request, self._spec, self._remover(rid), self._inbox.owners
-            )
+            result = await asyncio.to_thread(self._read, path, request)
         if isinstance(result, Failed):
             self._inbox.abandon(rid)
+        return result
+
+    def _read(self, path: Path, request: CaptureRequest) -> Captured | Failed:
+        """The record, if it is the answer and of the server that was proven. Blocks."""
+        result = open_record(path, request, self._spec, self._remover(str(request.rid)), self._inbox.owners)
+        # Asked only now: who wrote it had written its spec.json long before. Nothing else tells of a server that
+        # restarted between two requests, and it may have come back with other weights.
+        if isinstance(result, Captured) and self._inbox.started_ns() != self._proven_ns:
+            return Failed("server-restarted", "it has not proven itself since", Retry.PROBE)
         return result
 
     def _remover(self, rid: str) -> Callable[[], None]:
@@ -183,6 +191,9 @@ class SGLangEngine:
 
     async def _prove(self) -> ServerHello:
         await self._client.identify()
+        started_ns = (
+            self._inbox.started_ns()
+        )  # before all else: a restart meanwhile is then one too many, not one too few
         try:
             hello, no_spool = self._inbox.hello(), None
         except EngineError as error:
@@ -204,6 +215,7 @@ class SGLangEngine:
         finally:
             self._inbox.abandon(str(rid))
         self._proofs += 1
+        self._proven_ns = started_ns
         self._max_row_tokens = hello.max_row_tokens
         return hello
 
@@ -264,7 +276,7 @@ class SGLangEngine:
                 raise EngineError(f"may not read records ({result.detail})", path, hint)
             raise EngineError(f"the probe's record is wrong: {result.reason}", path, result.detail)
         states = torch.cat([result.aux, result.last.unsqueeze(1)], dim=1)
-        await asyncio.to_thread(self._proof.check, states, self._client.where)
+        await asyncio.to_thread(self._proof.check, states, live.spec_id, self._client.where)
         try:
             self._inbox.remove(str(request.rid))
         except OSError as error:
