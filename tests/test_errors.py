@@ -44,3 +44,10 @@ def test_the_cause_is_found_however_deep_it_lies_and_rings_end() -> None:
     assert errors.cause_of(None, KeyError) is None
     root.__context__ = wrapped
     assert errors.cause_of(wrapped, TypeError) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "line"), [("one\ntwo", "one"), ("\n\n one \n", "one"), ("", "ValueError"), (" \n", "ValueError")]
+)
+def test_a_foreign_error_is_told_in_one_line(said: str, line: str) -> None:
+    assert errors.first_line(ValueError(said)) == line

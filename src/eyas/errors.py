@@ -83,3 +83,8 @@ def cause_of(error: BaseException | None, kind: type[_Error]) -> _Error | None:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return None
+
+
+def first_line(error: BaseException) -> str:
+    """What a foreign error says, in one line: its first one, or its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

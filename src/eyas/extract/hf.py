@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from eyas.capture.contract import CaptureSpec, field_hash
 from eyas.capture.fingerprint import architecture_of, model_fingerprint
-from eyas.errors import ConfigError, EngineError
+from eyas.errors import ConfigError, EngineError, first_line
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
 from eyas.target.checkpoint import Target, norm_bytes
 from eyas.target.decoder import decoders, layers_of
@@ -157,7 +157,7 @@ class HFEngine:
             return [_captured(request, aux_BTAH[i], last_BTH[i]) for i, request in enumerate(requests)]
         except torch.OutOfMemoryError as error:
             if len(requests) == 1:
-                return [Failed("out-of-memory", _first_line(error), Retry.NEVER)]
+                return [Failed("out-of-memory", first_line(error), Retry.NEVER)]
         torch.cuda.empty_cache()
         return [result for request in requests for result in self._forward([request])]
 
@@ -187,7 +187,7 @@ def load_model(target: Target, device: str | torch.device = "auto", dtype: str =
         model.to(device if isinstance(device, torch.device) else torch_device(device))  # pyright: ignore[reportArgumentType]
         return model.eval()
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise EngineError("cannot load the target", target.model, _first_line(error)) from error
+        raise EngineError("cannot load the target", target.model, first_line(error)) from error
 
 
 def take_batch(lengths: Sequence[int], batch_tokens: int) -> list[int]:
@@ -319,12 +319,8 @@ def torch_device(name: str) -> torch.device:
     try:
         return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except RuntimeError as error:
-        raise ConfigError(f"unknown device {name}", "extract.device", _first_line(error)) from error
+        raise ConfigError(f"unknown device {name}", "extract.device", first_line(error)) from error
 
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from eyas.capture.contract import CaptureSpec, default_layers
 from eyas.capture.fingerprint import ARCHITECTURE_FIELDS, architecture_of, model_fingerprint, norm_key
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, first_line
 from eyas.target.weights import missing_files, read_tensors, weight_map
 
 _TEXT_SECTIONS: Final = ("text_config", "llm_config", "language_config")  # where multimodal wrappers keep the decoder
@@ -202,7 +202,7 @@ def _download(model: str, weights: bool) -> Path:
     except (HFValidationError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
         hint = "give a checkpoint's folder, or OWNER/NAME on the hub"
         if not isinstance(error, HFValidationError):  # that one speaks to programmers
-            hint += f"; {next(iter(str(error).strip().splitlines()), type(error).__name__)}"
+            hint += f"; {first_line(error)}"
         raise ConfigError("no such folder or hub model", model, hint) from error
 
 
@@ -233,6 +233,5 @@ def _text_config(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Any],
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
     except (OSError, ValueError, KeyError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError("transformers cannot read the config", folder / "config.json", reason) from error
+        raise ConfigError("transformers cannot read the config", folder / "config.json", first_line(error)) from error
     return {**config.to_dict(), **text}, architecture_of(config)

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from eyas.capture.fingerprint import is_outside_layers
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, first_line
 from eyas.target.checkpoint import Target
 from eyas.target.decoder import decoders, layers_of
 
@@ -76,8 +76,7 @@ def _skeleton(target: Target) -> torch.nn.Module:
                 return build(config)
             return AutoModelForCausalLM.from_config(config, trust_remote_code=target.trust_remote_code)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, NotImplementedError, ImportError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError("transformers cannot build the model", target.dir, reason) from error
+        raise ConfigError("transformers cannot build the model", target.dir, first_line(error)) from error
 
 
 def _named_class(target: Target, config: PreTrainedConfig) -> Any:

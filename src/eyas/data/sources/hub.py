@@ -15,7 +15,7 @@ from eyas.data.names import printable
 from eyas.data.rows import DropReason
 from eyas.data.sources.columns import COLUMNS, EXPECTED, MEDIA, READ
 from eyas.data.sources.tables import TableRow, clean_row
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, first_line
 
 #: Files by which a folder is known to be written by save_to_disk.
 SAVED: Final = ("state.json", "dataset_dict.json")
@@ -57,7 +57,7 @@ def dataset_rows(name: str, split: str, subset: str | None) -> Iterator[TableRow
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a builder script, a codec or the network raises
-        what = f"row {number + 1}: {_said(error)}; the rest of the data set cannot be read"
+        what = f"row {number + 1}: {printable(first_line(error))}; the rest of the data set cannot be read"
         yield number + 1, None, (DropReason.BAD_FILE, what)
 
 
@@ -69,7 +69,7 @@ def _open(name: str, split: str | None, subset: str | None) -> Any:
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, streaming=True)
     except Exception as error:
         raise ConfigError(
-            "cannot open the data set", name if split is None else f"{name}:{split}", _said(error)
+            "cannot open the data set", name if split is None else f"{name}:{split}", printable(first_line(error))
         ) from error
 
 
@@ -83,7 +83,3 @@ def _readable(data: _Data) -> _Data:
         if column in MEDIA and hasattr(feature, "decode"):
             data = data.cast_column(column, type(feature)(decode=False))
     return data
-
-
-def _said(error: Exception) -> str:
-    return printable((str(error).strip() or type(error).__name__).splitlines()[0])

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from eyas.data.names import printable
 from eyas.data.rows import DropReason
 from eyas.data.sources.columns import COLUMNS, EXPECTED, MEDIA, READ
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, first_line
 
 BATCH_ROWS: Final = 256
 MEDIA_BATCH_ROWS: Final = 16
@@ -37,7 +37,7 @@ def check_table(path: Path, name: str) -> None:
         with pq.ParquetFile(path) as table:
             found = table.schema_arrow.names
     except _ERRORS as error:
-        raise ConfigError("the Parquet file is damaged", name, _first_line(error)) from error
+        raise ConfigError("the Parquet file is damaged", name, printable(first_line(error))) from error
     if not COLUMNS & set(found):
         columns = ", ".join(found) or "none"
         raise ConfigError(
@@ -61,7 +61,7 @@ def table_rows(path: Path) -> Iterator[TableRow]:
                     number += 1
                     yield (number, row, None) if isinstance(row, dict) else (number, None, row)
     except _ERRORS as error:
-        what = f"row {number + 1}: {_first_line(error)}; the rest of the file cannot be read"
+        what = f"row {number + 1}: {printable(first_line(error))}; the rest of the file cannot be read"
         yield number + 1, None, (DropReason.BAD_FILE, what)
 
 
@@ -145,7 +145,7 @@ def _python_row(batch: pa.RecordBatch) -> dict[str, Any] | tuple[DropReason, str
     except UnicodeDecodeError as error:
         return DropReason.BAD_UTF8, f"byte {error.start} of a text: {error.reason}"
     except _ERRORS as error:
-        return DropReason.BAD_FILE, _first_line(error)
+        return DropReason.BAD_FILE, printable(first_line(error))
 
 
 def _values(array: pa.Array) -> list[Any]:
@@ -175,7 +175,3 @@ def _with_nulls(values: list[Any], array: pa.Array) -> list[Any]:
     if not array.null_count:
         return values
     return [value if valid else None for value, valid in zip(values, array.is_valid().to_pylist(), strict=True)]
-
-
-def _first_line(error: BaseException) -> str:
-    return printable((str(error).strip() or type(error).__name__).splitlines()[0])

@@ -35,7 +35,7 @@ from eyas.data.template.mask import (
 )
 from eyas.data.template.rendering import Renderer
 from eyas.data.template.tokenizing import Tokenize, digest, tokenizer_hash
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, first_line
 from eyas.positions import loss_positions
 
 __all__ = [
@@ -131,8 +131,7 @@ class Template:
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
         except Exception as error:  # a broken tokenizer file raises just that
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise ConfigError("cannot load the tokenizer", model, reason[0]) from error
+            raise ConfigError("cannot load the tokenizer", model, first_line(error)) from error
         # Both are optional: many models come without the one, a folder that holds just a tokenizer without the other.
         config: dict[str, Any] = {}
         generation: dict[str, Any] = {}

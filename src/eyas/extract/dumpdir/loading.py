@@ -14,6 +14,7 @@ from typing import IO, Any, Final
 
 import torch
 
+from eyas.errors import first_line
 from eyas.extract.dumpdir.folder import FileId, Fresh, place_of
 from eyas.extract.dumpdir.layout import (
     TORCH_SUFFIXES,
@@ -156,9 +157,9 @@ def _torch_content(file: IO[bytes], name: str, max_bytes: int) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise Misfit(f"{name} holds more than tensors: {_first_line(error)}") from error
+        raise Misfit(f"{name} holds more than tensors: {first_line(error)[:200]}") from error
     except Exception as error:  # a damaged archive raises whatever it likes
-        raise Unfinished(f"{name} cannot be read: {_first_line(error)}") from error
+        raise Unfinished(f"{name} cannot be read: {first_line(error)[:200]}") from error
 
 
 def _check_archive(file: IO[bytes], name: str, max_bytes: int) -> None:
@@ -176,7 +177,3 @@ def _check_archive(file: IO[bytes], name: str, max_bytes: int) -> None:
         raise Misfit(f"{name} has {sum(sizes.values()):,} bytes, at most {max_bytes:,} are read")
     if any(size > _PICKLE_BYTES for entry, size in sizes.items() if entry.endswith(".pkl")):
         raise Misfit(f"{name} holds more than tensors")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
