@@ -14,7 +14,7 @@ def states(rows: int = 50, width: int = 64, seed: int = 0) -> torch.Tensor:
 
 def test_equal_states_are_at_distance_zero_and_an_empty_pair_too() -> None:
     assert distance(states(), states()) == distance(states()[:0], states()[:0]).__class__(
-        0.0, 0.0, 0.0, pytest.approx(1)
+        0.0, 0.0, 0.0, pytest.approx(1), 0.0
     )
     assert distance(states()[:0], states()[:0]).worst == 0.0
 
@@ -66,6 +66,21 @@ def test_strays_are_a_share_rounded_down(rows: int, share: float) -> None:
         assert distance(bad[:rows], right, share).bounded < 0.1 or not allowed
         if count <= rows and not allowed:
             assert distance(bad, right, share).bounded > 0.1
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("rows", [400, 4000])
+def test_strays_are_scattered_and_a_wrong_chunk_is_not_one_of_them(rows: int, routed: bool) -> None:
+    """As many wrong tokens, within the share that may stray: here and there they pass, in one stretch they do not."""
+    tolerance = tolerance_for("bf16", routed)
+    count = max(20, int(tolerance.strays * rows * 0.9))
+    if count > tolerance.strays * rows:
+        return
+    right = states(rows)
+    for wrong, fits in ((torch.linspace(0, rows - 1, count).long(), True), (torch.arange(count) + 100, False)):
+        bad = right.clone()
+        bad[wrong] = states(count, seed=1)
+        assert distance(bad, right, tolerance.strays).within(tolerance) is fits
 
 
 def test_only_half_precision_of_a_routed_model_has_more_strays() -> None:

@@ -41,6 +41,8 @@ TOLERANCE = {
 ROUTED_STRAYS = 0.2
 #: A control (a state that must not match) has to be this many times further away than the right one.
 SEPARATION = 3.0
+#: Neighbouring tokens of which no half may stray: rounding strays here and there, a wrong chunk in one stretch.
+STRETCH = 32
 #: Dimensions up to this many times a token's median magnitude are ordinary.
 ORDINARY = 10.0
 
@@ -49,17 +51,18 @@ ORDINARY = 10.0
 class Distance:
     """Error over the tokens of one row: the median, the worst, and the worst but for the strays a tolerance allows.
 
-    `cosine` is the lowest of any token.
+    `cosine` is the lowest of any token, `stretch` the `worst_stretch`.
     """
 
     median: float
     worst: float
     bounded: float
     cosine: float
+    stretch: float
 
     def within(self, tolerance: Tolerance) -> bool:
         """NaN is never within."""
-        return self.median <= tolerance.median and self.bounded <= tolerance.worst
+        return self.median <= tolerance.median and max(self.bounded, self.stretch) <= tolerance.worst
 
 
 def tolerance_for(dtype: str, routed: bool) -> Tolerance:
@@ -81,7 +84,7 @@ def distance(stored: torch.Tensor, reference: torch.Tensor, strays: float = 0.0)
     if stored.shape != reference.shape:
         raise ValueError(f"shapes differ: {tuple(stored.shape)} and {tuple(reference.shape)}")
     if not stored.numel():
-        return Distance(0.0, 0.0, 0.0, 1.0)
+        return Distance(0.0, 0.0, 0.0, 1.0, 0.0)
     mine, theirs = stored.to(reference.device).float(), reference.float()
     size = theirs.abs()
     ordinary = size <= ORDINARY * size.median(dim=-1, keepdim=True).values
@@ -89,7 +92,13 @@ def distance(stored: torch.Tensor, reference: torch.Tensor, strays: float = 0.0)
     ranked = error.sort().values  # NaN sorts last, so it is the worst
     bounded = ranked[-1 - int(strays * len(ranked))]
     cosine = torch.nn.functional.cosine_similarity(mine, theirs, dim=-1)
-    return Distance(error.median().item(), ranked[-1].item(), bounded.item(), cosine.min().item())
+    return Distance(error.median().item(), ranked[-1].item(), bounded.item(), cosine.min().item(), worst_stretch(error))
+
+
+def worst_stretch(error_T: torch.Tensor) -> float:
+    """Largest median of any STRETCH neighbouring errors, or of all where there are fewer; T is at least 1."""
+    stretches = error_T.nan_to_num(nan=torch.inf).unfold(0, min(STRETCH, len(error_T)), 1)
+    return stretches.median(dim=-1).values.max().item()
 
 
 def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:

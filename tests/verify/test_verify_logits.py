@@ -17,6 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from eyas.capture.contract import CaptureSpec
+from eyas.compare import STRETCH
 from eyas.config import load
 from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError, EngineError, IntegrityError
@@ -24,6 +25,7 @@ from eyas.extract.hf import hidden_states
 from eyas.store.reader import StoreReader
 from eyas.target.checkpoint import Target
 from eyas.verify import Audit, AuditKind, VerifyReport, verify
+from eyas.verify.audit import Gap, log_tolerance
 from eyas.verify.logits import audit_by_logits
 from servers import free_port
 from sglang_cpu.models import tiny_llama
@@ -136,6 +138,22 @@ def test_each_fault_behind_honest_checksums_is_caught_by_name(
     assert found == expected
     with pytest.raises(IntegrityError, match=str(next(iter(expected.values())))):
         report.check()
+
+
+@pytest.mark.parametrize("length", [64, 400, 3000])
+@pytest.mark.parametrize(("dtype", "routed"), [("bf16", False), ("bf16", True), ("f16", True)])
+def test_strays_are_scattered_and_a_wrong_chunk_is_not_one_of_them(length: int, dtype: str, routed: bool) -> None:
+    """As many wrong positions as may stray: here and there they pass, in one stretch they do not."""
+    tolerance = log_tolerance(dtype, routed)
+    served = -3 * torch.rand(length, generator=torch.Generator().manual_seed(0)).double()
+    count = int(tolerance.strays * length)
+    scattered, stretch = served.clone(), served.clone()
+    scattered[torch.linspace(0, length - 1, count).long()] -= 4
+    stretch[-count:] -= 4
+    assert Gap.of(scattered, served, tolerance.strays).within_everywhere(tolerance)
+    gap = Gap.of(stretch, served, tolerance.strays)
+    assert gap.within(tolerance)
+    assert gap.within_everywhere(tolerance) is (count <= STRETCH // 2)
 
 
 def test_a_fault_of_the_captured_layers_alone_is_not_seen(world: World) -> None:

@@ -137,4 +137,5 @@ def _larger(one: Distance, other: Distance) -> Distance:
         max(one.worst, other.worst),
         max(one.bounded, other.bounded),
         min(one.cosine, other.cosine),
+        max(one.stretch, other.stretch),
     )

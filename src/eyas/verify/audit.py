@@ -1,8 +1,8 @@
 """Do stored states give the log-probabilities that the server gives? Pure: one row's numbers in, its verdict out.
 
 The error of a position s is |log p(token[s + 1] | stored last[s]) - log p(token[s + 1]) of the server|, in nats. As in
-`eyas.compare`, the row's median and its worst position but for strays are bounded, and states that must not match
-(controls) have to be told apart, or the row proves nothing and is counted as such.
+`eyas.compare`, the row's median, its worst position but for strays and its worst stretch are bounded, and states that
+must not match (controls) have to be told apart, or the row proves nothing and is counted as such.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from eyas.compare import SEPARATION, Tolerance
+from eyas.compare import SEPARATION, Tolerance, worst_stretch
 from eyas.store.reader import StoreRow
 
 #: In nats. docs/verification.md has the measured values behind them.
@@ -60,11 +60,11 @@ class AuditProblem:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Error over a row's positions, in nats: the median, the worst, and the worst but for the strays allowed."""
+    """Error over a row's positions, in nats: the median, the worst but for the strays allowed, the worst stretch."""
 
     median: float
-    worst: float
     bounded: float
+    stretch: float
 
     @classmethod
     def of(cls, mine_P: torch.Tensor, served_P: torch.Tensor, strays: float) -> Gap:
@@ -72,10 +72,15 @@ class Gap:
         error = (mine_P.double() - served_P.double()).abs()
         ranked = torch.where(error.isnan(), torch.inf, error).sort().values
         bounded = ranked[-1 - int(strays * len(ranked))]
-        return cls(ranked[(len(ranked) - 1) // 2].item(), ranked[-1].item(), bounded.item())
+        return cls(ranked[(len(ranked) - 1) // 2].item(), bounded.item(), worst_stretch(error))
 
     def within(self, tolerance: Tolerance) -> bool:
+        """Whether most positions are right: what a control, or the name of a fault, is asked for."""
         return self.median <= tolerance.median and self.bounded <= tolerance.worst
+
+    def within_everywhere(self, tolerance: Tolerance) -> bool:
+        """Whether those that stray are scattered besides."""
+        return self.within(tolerance) and self.stretch <= tolerance.worst
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +171,7 @@ class Auditor:
         result.rows.append(row.row)
         result.positions += len(chosen)
         result.median, result.worst = max(result.median, right.median), max(result.worst, right.bounded)
-        if not right.within(tolerance):
+        if not right.within_everywhere(tolerance):
             result.problems.append(self._explained(served, others, right, (mine, at)))
             return
         informative = False
@@ -245,8 +250,8 @@ class Auditor:
         first = int(at[beyond][0]) - 1 if beyond.any() else int(at[0]) - 1
         text = (
             f"error median {right.median:.1e}, worst {right.bounded:.1e} nats of {self.tolerance.median:g} and "
-            f"{self.tolerance.worst:g} (strays {strays:.0%}); {int(beyond.sum())} of {len(at)} positions beyond, "
-            f"the first is {first}"
+            f"{self.tolerance.worst:g} (strays {strays:.0%}), worst stretch {right.stretch:.1e}; "
+            f"{int(beyond.sum())} of {len(at)} positions beyond, the first is {first}"
         )
         return AuditProblem(AuditKind.LOGITS_DIFFER, row.row, text)
 
