@@ -156,6 +156,8 @@ LAYOUTS: list[tuple[dict[str, str], dict[str, Any]]] = [
     ({}, {"aux.pt": [AUX[:, 0], AUX[:, 1], AUX[:, 2]], "last.pt": LAST}),
     ({}, {"aux.pt": tuple(AUX[None, :, i] for i in range(A)), "last.pt": LAST}),
     ({}, {"aux.pt": [AUX[:2], AUX[2:].flatten(1)], "last.pt": LAST}),
+    ({}, {"aux.pt": [AUX[:2], AUX[2:4], AUX[4:]], "last.pt": LAST}),  # as many chunks as layers
+    ({}, {"aux.pt": [AUX[:1], AUX[1:5], AUX[5:]], "last.pt": LAST}),
     ({}, {"aux.pt": AUX.bfloat16(), "last.pt": LAST.bfloat16()}),
     ({"aux_file": "layer_{layer}.pt"}, {**LAYERS_OF, "last.pt": LAST}),
     (
@@ -237,6 +239,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path, aux: Any) -> None:
         (tmp_path / "req_0" / "done").write_text("")
     with pytest.raises(Misfit):
         reader_of(tmp_path).dump(T)
+
+
+def test_a_list_that_may_be_layers_or_chunks_is_refused(tmp_path: Path) -> None:
+    """As many tokens as layers, in states [1, 3, H]: three layers of three tokens, or three tokens of three layers."""
+    files = {"aux.pt": [AUX[:1], AUX[1:2], AUX[2:3]], "last.pt": LAST[:A], "meta.json": json.dumps({"num_tokens": A})}
+    write(tmp_path / "req_0", files)
+    with pytest.raises(Misfit, match="layers, or chunks"):
+        reader_of(tmp_path).dump(A)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,9 @@ class Layout:
                 return tensor
             return self._plain(tensor, columns * width).reshape(-1, columns, width)
         tensors = [_states(part) for part in value]
-        if len(tensors) == columns and all(tensor.shape[-1] == width and tensor.dim() in (2, 3) for tensor in tensors):
+        if len(tensors) == columns and all(_is_layer(tensor, width) for tensor in tensors):
+            if tokens == columns > 1 and all(tensor.shape == (1, columns, width) for tensor in tensors):
+                raise Misfit(f"a list of {columns} states [1, {columns}, {width}]: layers, or chunks of one token?")
             layers = [self._plain(tensor, width) for tensor in tensors]
             if len({(tensor.shape, tensor.dtype) for tensor in layers}) > 1 or len(layers[0]) > tokens:
                 raise Misfit(f"layers of shapes {[list(tensor.shape) for tensor in tensors]} for {tokens} tokens")
@@ -222,6 +224,11 @@ def _states(value: Any) -> torch.Tensor:
     if value.numel() * value.itemsize > value.untyped_storage().nbytes():
         raise Misfit(f"states of shape {list(value.shape)} that are fewer in the file")
     return value
+
+
+def _is_layer(tensor: torch.Tensor, width: int) -> bool:
+    """Whether states can be one layer's, [t, H] or [1, t, H]; [t, A, H] is a chunk of all layers."""
+    return tensor.shape[-1] == width and (tensor.dim() == 2 or (tensor.dim() == 3 and len(tensor) == 1))
 
 
 def _joined(parts: Sequence[torch.Tensor], tokens: int, name: str) -> torch.Tensor:
