@@ -254,6 +254,24 @@ def test_an_unfinished_store_is_told_to_go_on_not_to_be_deleted(corpus: Path, tm
     assert "for 25 tokens at" in planned, planned
 
 
+def test_serve_and_extract_name_layers_alike(model: Path) -> None:
+    result = run("serve", model, "--set", "serve.sglang_version=0.5.23", "--layers", "2,3,5")
+    assert '"layers":[2,3,5]' in result.output
+    assert "--return-aux-hidden-state-layer-ids 2 3 5" in result.output
+
+
+def test_a_flag_that_would_do_nothing_is_refused(corpus: Path, tmp_path: Path) -> None:
+    for arguments, told in (
+        (("extract", corpus, tmp_path / "s", "--last", "pre-norm"), "add --dump-dir"),
+        (("extract", corpus, tmp_path / "s", "--last", "pre-norm", "--plan"), "add --dump-dir"),
+        (("verify", tmp_path / "s", "--target", "model"), "add --logits"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2, result.output
+        assert told in result.output
+    assert not (tmp_path / "s").exists()
+
+
 def test_the_quota_comes_from_the_flag_or_the_settings(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("serve: {quota_bytes: 1GiB}\n")

@@ -112,3 +112,36 @@ def test_an_empty_section_is_an_empty_section(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("serve:\n#  quota_bytes: 1GiB\n")
     assert load(path, ["serve.python=python3"]).serve.python == "python3"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("capture.layers", "a,b"),
+        ("dumpdir.last", "none"),
+        ("serve.quota_bytes", "12XB"),
+        ("serve.spool_mode", "777"),
+        ("serve.spool_mode", "rw-"),
+        ("regenerate.max_cost", "-1"),
+    ],
+)
+def test_a_bad_value_is_told_where_it_was_said(key: str, value: str, tmp_path: Path) -> None:
+    section, name = key.split(".")
+    (path := tmp_path / "run.yaml").write_text(f"{section}: {{{name}: '{value}'}}\n")
+    (other := tmp_path / "other.yaml").write_text("extract: {attempts: 3}\n")
+    said = {
+        str(path): lambda: load(path),
+        f"--set {key}={value}": lambda: load(other, ["extract.attempts=2", f"{key}={value}"]),
+        f"--flag {value}": lambda: load(other, ["extract.attempts=2"], {"--flag": (key, value), "--no": (key, None)}),
+    }
+    for where, asked in said.items():
+        with pytest.raises(ConfigError) as caught:
+            asked()
+        assert caught.value.where == where
+        assert key in caught.value.what
+        assert "Value error" not in caught.value.what
+
+
+def test_a_flag_wins_over_the_file_and_what_is_set(tmp_path: Path) -> None:
+    (path := tmp_path / "run.yaml").write_text("capture: {layers: [1]}\n")
+    assert load(path, ["capture.layers=[2]"], {"--layers": ("capture.layers", "3,4")}).capture.layers == (3, 4)

@@ -101,8 +101,8 @@ def prepare(
 
     Example: `eyas prepare chats.jsonl --target HuggingFaceTB/SmolLM2-135M-Instruct --out corpus --show 2`
     """
-    flags = (["prepare.strict=true"] if strict else []) + ([f"prepare.workers={workers}"] if workers else [])
-    cfg = eyas.load_config(config, [*overrides, *flags]).prepare
+    flags = {"--strict": ("prepare.strict", strict or None), "--workers": ("prepare.workers", workers)}
+    cfg = eyas.load_config(config, overrides, flags).prepare
     if not (target := target or cfg.target):
         raise eyas.ConfigError("no target is named", "--target", "the model whose tokenizer and template are used")
     report = eyas.prepare_corpus(inputs or cfg.sources, target, folder, cfg=cfg, show=show, console=out)
@@ -118,6 +118,9 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; others than this machine's need an --api-key.")] = (
         "127.0.0.1"
     ),
+    layers: Annotated[
+        str | None, typer.Option(help="Decoder layers whose outputs are captured, such as 2,30,57; extract's too.")
+    ] = None,
     quota: Annotated[str | None, typer.Option(help="Most bytes waiting in the spool, such as 16GiB.")] = None,
     run: Annotated[bool, typer.Option("--run", help="Start the server instead of printing the command.")] = False,
     config: ConfigFile = None,
@@ -127,7 +130,8 @@ def serve(
 
     Flags that are not ours go to SGLang as they are: `eyas serve MODEL --run --tp 8 --chunked-prefill-size 8192`
     """
-    cfg = eyas.load_config(config, [*overrides, *([f"serve.quota_bytes={quota}"] if quota else [])])
+    flags = {"--quota": ("serve.quota_bytes", quota), "--layers": ("capture.layers", layers)}
+    cfg = eyas.load_config(config, overrides, flags)
     command = eyas.serve_command(
         model,
         layers=cfg.capture.layers,
@@ -180,9 +184,12 @@ def extract(  # noqa: PLR0913, PLR0917  flags are for people
 
     Example: `eyas extract corpus store --server http://localhost:30000`
     """
-    given = {"dumpdir.folder": dump_dir, "capture.layers": layers, "dumpdir.last": last}
-    flags = [f"{key}={value}" for key, value in given.items() if value is not None]
-    cfg = eyas.load_config(config, [*overrides, *flags])
+    flags = {
+        "--dump-dir": ("dumpdir.folder", dump_dir),
+        "--layers": ("capture.layers", layers),
+        "--last": ("dumpdir.last", last),
+    }
+    cfg = eyas.load_config(config, overrides, flags)
     if plan:
         forecast = eyas.plan_extraction(corpus, store, cfg=cfg, model=model, server=server)
         out.print(forecast.table(), highlight=False)
@@ -220,6 +227,8 @@ def verify(
 
     A target too large to load here: `eyas verify store --corpus corpus --logits http://localhost:30000`
     """
+    if model and not logits:
+        raise eyas.ConfigError("--target names whose lm_head --logits uses", "--target", "add --logits URL")
     cfg = eyas.load_config(config, overrides)
     report = eyas.verify_store(
         store, corpus=corpus, against=against, logits=logits, model=model, sample=sample, cfg=cfg, console=err
@@ -308,8 +317,7 @@ def regenerate(
 
     Example: `eyas regenerate chats.jsonl --server http://localhost:30000/v1 --out answers.jsonl`
     """
-    spent = [] if max_cost is None else [f"regenerate.max_cost={max_cost}"]
-    cfg = eyas.load_config(config, [*overrides, *spent]).regenerate
+    cfg = eyas.load_config(config, overrides, {"--max-cost": ("regenerate.max_cost", max_cost)}).regenerate
     report = eyas.regenerate_answers(
         inputs or cfg.sources,
         answers,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from eyas.errors import ConfigError
 
@@ -34,6 +34,12 @@ def _parse_ints(value: object) -> object:
     if isinstance(value, int):
         return (value,)
     return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+def _check_mode(text: str) -> str:
+    if re.fullmatch("0?[0-7]{2}[0145]", text) is None:
+        raise ValueError("not octal permission bits that keep others from writing; write one such as 600 or 660")
+    return text
 
 
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
@@ -196,8 +202,8 @@ class ServeConfig(Section):
 
     quota_bytes: Bytes = 8 << 30
     """Most bytes of records waiting in the spool, over all ranks."""
-    spool_mode: Annotated[str, Field(pattern="^0?[0-7]{3}$")] = "600"
-    """Permission bits of record files, octal, in quotes."""
+    spool_mode: Annotated[str, AfterValidator(_check_mode)] = "600"
+    """Permission bits of record files, octal, in quotes; none that let everybody write."""
     spool_group: str | None = None
     """Group of record files, for a client that runs as another user."""
     sglang_version: str | None = None
@@ -299,8 +305,15 @@ class Config(Section):
     fake: FakeConfig = FakeConfig()
 
 
-def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Settings from a YAML file, then `section.key=value` overrides (values are YAML).
+def load(
+    path: Path | None = None, overrides: Sequence[str] = (), flags: Mapping[str, tuple[str, object]] | None = None
+) -> Config:
+    """Settings from a YAML file, then `section.key=value` overrides (values are YAML), then a command's own flags.
+
+    Args:
+        path: the file.
+        overrides: as `--set` takes them.
+        flags: flag -> its key and its value; None as a value is a flag that was not given.
 
     Raises:
         ConfigError: unreadable file, unknown key (the nearest known one is named), or a value of the wrong type.
@@ -317,18 +330,24 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError("the config file must hold sections", path, "for example 'extract: {attempts: 5}'")
         data = {key: {} if value is None else value for key, value in (loaded or {}).items()}
     where = str(path) if path else "--set"
+    said: dict[str, str] = {}  # key -> who said it, the last one
     for text in overrides:
-        _override(data, text)
+        said[_override(data, text)] = f"--set {text}"
+    for flag, (key, value) in (flags or {}).items():
+        if value is not None:
+            said[_override(data, f"{key}={value}")] = f"{flag} {value}"
     _reject_unknown(data, Config, where)
     try:
         return Config.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"bad value for {key}: {first['msg']}", where) from error
+        what = f"bad value for {key}: {first['msg'].removeprefix('Value error, ')}"
+        raise ConfigError(what, said.get(".".join(key.split(".")[:2]), where)) from error
 
 
-def _override(data: dict[str, Any], text: str) -> None:
+def _override(data: dict[str, Any], text: str) -> str:
+    """Set one value; returns its key."""
     key, sign, value = text.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (sign and dot and section and name):
@@ -341,6 +360,7 @@ def _override(data: dict[str, Any], text: str) -> None:
     if not isinstance(into, dict):
         raise ConfigError(f"section {section} must hold keys", f"--set {text}")
     into[name] = parsed
+    return f"{section}.{name}"
 
 
 def _is_text(section: str, name: str) -> bool:

@@ -140,7 +140,8 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
         raise ConfigError("not a port", port, "choose one from 1 to 65535")
     installed = installed_sglang() if python is None else None if sglang_version else _sglang_of(python)
     version = sglang_version or installed or NEWEST_TESTED
-    assumed = f"no SGLang found here: the flags are those of {version}; serve.sglang_version names another release"
+    place = python or "this environment"
+    assumed = f"no SGLang found in {place}: the flags are for {version}; serve.sglang_version names another release"
     config = read_config(model) if not layers or Path(model).is_dir() else {}
     chosen = _chosen_layers(model, text_config(config), layers)
     settings = ServerSettings(
@@ -261,7 +262,8 @@ def read_config(model: str) -> dict[str, Any]:
         path = Path(model, "config.json") if Path(model).is_dir() else Path(hf_hub_download(model, "config.json"))
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        hint = f"give a checkpoint's folder; {_reason(error)}"
+        hint = "give a checkpoint's folder, or OWNER/NAME on the hub"
+        hint += "" if isinstance(error, HFValidationError) else f"; {_reason(error)}"  # that one speaks to programmers
         raise ConfigError("no such folder or hub model, or no config.json there", model, hint) from error
     if not isinstance(config, dict):
         raise ConfigError("config.json is not an object", model)

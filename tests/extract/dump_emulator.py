@@ -27,6 +27,9 @@ from transformers import AutoModelForCausalLM
 
 from eyas.extract.hf import hidden_states
 
+#: An HTTP status and what is said with it.
+Refusal = tuple[int, dict[str, Any]]
+
 
 @dataclass
 class Faults:
@@ -78,6 +81,7 @@ class DumpServer:
         shift: rows by which dumped states are shifted.
         prefill_s: time a forward takes at least, besides its own.
         counter: N of the next folder.
+        outside: how many token ids came that are not in the vocabulary; a real server dies of one.
         most_at_once: most requests that were in their forward at once.
     """
 
@@ -93,6 +97,7 @@ class DumpServer:
     prefill_s: float = 0.0
     counter: int = 0
     served: int = 0
+    outside: int = 0
     most_at_once: int = 0
     dumped: list[str] = field(default_factory=list)
 
@@ -135,7 +140,7 @@ class DumpServer:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def handle(self, path: str, body: dict[str, Any] | None) -> dict[str, Any] | int | None:
+    def handle(self, path: str, body: dict[str, Any] | None) -> dict[str, Any] | Refusal | int | None:
         """A reply, an HTTP status, or None to break the connection."""
         if time.monotonic() < self._down_until:
             return None
@@ -145,7 +150,7 @@ class DumpServer:
             return 404
         return self._generate(body)
 
-    def _generate(self, body: dict[str, Any]) -> dict[str, Any] | None:
+    def _generate(self, body: dict[str, Any]) -> dict[str, Any] | Refusal | None:
         faults, life = self.faults, self._life
         with self._counting:
             self.served += 1
@@ -156,6 +161,9 @@ class DumpServer:
             self._restart()
             return None
         tokens = body["input_ids"]
+        if any(int(token) >= self._vocab for token in body.get("sampling_params", {}).get("logit_bias") or ()):
+            return 400, {"error": {"message": f"logit_bias must has keys in [0, {self._vocab - 1}]"}}  # SGLang's words
+        self.outside += sum(token >= self._vocab for token in tokens)
         if draw["probe"] < faults.probes:
             self._dump(self._tokens(4), life)
         if draw["foreign"] < faults.foreign:
@@ -188,7 +196,7 @@ class DumpServer:
             return meta
         with torch.no_grad():
             log_probs = self._network.lm_head(last_TH).log_softmax(-1)
-        values, ids = log_probs[-1].topk(max(1, body["top_logprobs_num"]))
+        values, ids = log_probs[-1].topk(max(1, body.get("top_logprobs_num", 0)))
         top = [[value, token, None] for value, token in zip(values.tolist(), ids.tolist(), strict=True)]
         meta["output_token_logprobs"] = top[:1]
         meta["output_top_logprobs"] = [top]
@@ -281,6 +289,7 @@ class DumpServer:
 
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = False  # joined when it closes
+    request_queue_size = 128  # a window of rows connects at once
     emulator: DumpServer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -300,12 +309,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Quiet."""
 
-    def _answer(self, answer: dict[str, Any] | int | None) -> None:
+    def _answer(self, answer: dict[str, Any] | Refusal | int | None) -> None:
         self.close_connection = True
         if answer is None:
             self.connection.shutdown(socket.SHUT_RDWR)
             return
-        status, body = (answer, {}) if isinstance(answer, int) else (200, answer)
+        if isinstance(answer, int):
+            answer = answer, {}
+        status, body = answer if isinstance(answer, tuple) else (200, answer)
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))

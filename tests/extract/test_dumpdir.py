@@ -95,11 +95,11 @@ def check(server: DumpServer, asked: CaptureRequest, got: Captured | Failed) -> 
         ({"layers": (0, 1)}, (), "3 layers of hidden size 64"),
         ({}, ("dumpdir.aux_file=aux.pt:aux",), "has no aux"),
         ({}, ("dumpdir.num_tokens=meta.json:rows",), "has no rows"),
-        ({}, ("dumpdir.done=finished",), "never finished"),
+        ({}, ("dumpdir.done=finished",), "tokens, but no new finished; are dumpdir.done"),
         ({}, ("dumpdir.last_file=hidden.pt",), "no hidden.pt yet"),
-        ({}, ("dumpdir.pattern=dump_*",), "no dump of the probe came"),
+        ({}, ("dumpdir.pattern=dump_*",), "no dump of its token count came"),
         ({"log_probs": False}, (), "--set dumpdir.check=count"),
-        ({"faults": Faults(dropped=1.0)}, (), "no dump of the probe came"),
+        ({"faults": Faults(dropped=1.0)}, (), "no dump of its token count came"),
         ({"faults": Faults(done_early=1.0)}, (), "marker must come last"),
     ],
 )
@@ -118,6 +118,16 @@ def test_another_target_is_told_at_the_start(model: Path, tmp_path: Path) -> Non
         server.model = other
         with pytest.raises(EngineError, match="do not give the server's log-probabilities"):
             started(engine_for(server), lambda _: asyncio.sleep(0))
+
+
+def test_a_server_of_a_smaller_vocabulary_is_told_and_lives(model: Path, tmp_path: Path) -> None:
+    """SGLang dies of a token id that its model does not have."""
+    with DumpServer(model, tmp_path / "dumps", LAYERS) as server:
+        engine = engine_for(server)
+        engine._spec = dataclasses.replace(engine._spec, vocab_size=16 * engine._spec.vocab_size)
+        with pytest.raises(EngineError, match=r"the server runs another model.*its vocabulary is smaller"):
+            started(engine, lambda _: asyncio.sleep(0))
+        assert server.outside == 0
 
 
 def test_a_checkpoint_without_its_head_is_told_at_the_start(model: Path, tmp_path: Path) -> None:
@@ -390,6 +400,21 @@ def test_the_command_stores_what_verify_accepts(corpus: Path, model: Path, tmp_p
     assert provenance["engine"] == "dumpdir"
     assert "pre-norm" in provenance["dumped"]
     assert "log-probabilities" in provenance["identity"]
+
+
+@pytest.mark.parametrize("wrong", ["dumpdir.folder=nowhere", "dumpdir.last=pre-norm", "capture.layers=[0, 1]"])
+def test_settings_that_do_not_prove_themselves_leave_no_store(
+    wrong: str, corpus: Path, model: Path, tmp_path: Path
+) -> None:
+    """It would be one made for them, and stand in the way of the right ones."""
+    with DumpServer(model, tmp_path / "dumps", LAYERS) as server:
+        right = [f"dumpdir.folder={server.dumps}", "dumpdir.last=post-norm", "capture.layers=[0, 1, 2]"]
+        cfg = load(overrides=[*right, "server.record_deadline_s=2", "store.reserve_bytes=0", wrong])
+        console = Console(file=io.StringIO())
+        with pytest.raises(EngineError) as caught:
+            extract(corpus, tmp_path / "s", cfg=cfg, model=str(model), server=server.url, console=console)
+        assert "resumes" not in caught.value.hint
+        assert not (tmp_path / "s").exists()
 
 
 def test_a_restart_in_the_midst_is_outlived(corpus: Path, model: Path, tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def test_another_agreement_is_refused_by_name(
 
 def test_no_server_is_named(server: PluginServer) -> None:
     engine = SGLangEngine("http://127.0.0.1:9", SPEC, server.config(), RUN, SESSION)
-    with pytest.raises(EngineError, match=r"no server: http://127.0.0.1:9 \(start it with `eyas serve MODEL`\)"):
+    with pytest.raises(
+        EngineError, match=r"no server: http://127.0.0.1:9 \(is the URL right, and the server running\?"
+    ):
         start(engine)
 
 

@@ -99,7 +99,9 @@ def test_another_server_is_named(response: httpx.Response) -> None:
 
 
 def test_nobody_there_is_named(closed_port: int) -> None:
-    with pytest.raises(ServerAway, match=r"no server: http://127.0.0.1:\d+ \(start it with `eyas serve MODEL`\)"):
+    with pytest.raises(
+        ServerAway, match=r"no server: http://127.0.0.1:\d+ \(is the URL right, and the server running\?"
+    ):
         identify(client(url=f"http://127.0.0.1:{closed_port}"))
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from transformers.utils import logging as transformers_logging
 
 from servers import PYTHON
 from soak.campaign import Settings, Soak, failures
@@ -24,11 +25,14 @@ def main() -> int:
     parser.add_argument("--restarts", type=int, default=RESTART_LIMIT, help="most restarts of the server")
     parser.add_argument("--out", type=Path, default=Path("runs/soak"), help="folder for summary.json")
     asked = parser.parse_args()
+    if asked.requests < 1 or not asked.minutes > 0 or asked.restarts < 0:
+        parser.error("--requests and --minutes must be more than 0, and --restarts not less")
     if not PYTHON.exists():
         print(f"no SGLang: {PYTHON} is missing", file=sys.stderr)
         return 2
     seed = secrets.randbelow(1 << 31) if asked.seed is None else asked.seed
     console = Console(emoji=False)
+    transformers_logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is ended
     try:
         summary = Soak(Settings(asked.requests, seed, asked.minutes, asked.out, asked.restarts), console).run()

@@ -244,6 +244,12 @@ def lost(_: dict[str, Any]) -> httpx.Response:
     raise httpx.ReadError("gone")
 
 
+def small_vocabulary(body: dict[str, Any]) -> Any:
+    """SGLang's words where its vocabulary lacks the target's last id."""
+    (token,) = body["sampling_params"]["logit_bias"]
+    return {"error": {"message": f"logit_bias must has keys in [0, {int(token) - 1}], got {token}."}}
+
+
 TOO_LONG = {"error": {"message": "is longer than the model's context length"}}
 ABORTED = {"meta_info": {"finish_reason": {"type": "abort", "message": "Out of memory"}}}
 
@@ -260,6 +266,7 @@ ABORTED = {"meta_info": {"finish_reason": {"type": "abort", "message": "Out of m
         ({"answers": lambda _: httpx.Response(200, json=[1])}, "gives no prompt log-probabilities"),
         ({"answers": lambda _: httpx.Response(200, text="<html>")}, "gives no prompt log-probabilities"),
         ({"answers": lambda _: httpx.Response(400, json={"error": "bad input"})}, "refuses a row"),
+        ({"answers": lambda body: httpx.Response(400, json=small_vocabulary(body))}, "runs another model"),
         ({"answers": lambda _: httpx.Response(400, json=TOO_LONG)}, "none of the sampled rows"),
         ({"answers": lambda _: httpx.Response(503, text="no")}, "gave no log-probabilities"),
         ({"answers": lambda _: httpx.Response(200, json=ABORTED)}, "gave no log-probabilities"),
@@ -302,7 +309,7 @@ def test_a_checkpoint_without_lm_head_is_one_clear_error(world: World, tmp_path:
 
 
 def test_a_checkpoint_of_another_model_is_refused(world: World, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"another model.*layers 5 != 4"):
+    with pytest.raises(ConfigError, match=r"another model.*layers 5, in the store 4"):
         world.audit(world.right, model=str(tiny_llama(tmp_path / "deeper", layers=5, hidden_size=128)))
     tuned = checkpoint(world, tmp_path / "tuned", model__norm__weight=torch.full((128,), 2.0))
     with pytest.raises(ConfigError, match=r"another model.*fingerprint"):

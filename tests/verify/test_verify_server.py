@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +16,16 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from eyas.cli import app
-from eyas.config import load
+from eyas.config import ServerConfig, load
+from eyas.extract.engine import Failed, Retry
 from eyas.extract.hf import hidden_states
 from eyas.extract.runner import extract
+from eyas.extract.sglang_client import OTHER_VOCABULARY, SGLangClient, vocabulary_guard
 from eyas.store.reader import StoreReader
 from eyas.target.checkpoint import Target
 from eyas.verify import AuditKind, VerifyReport, verify
 from servers import Server, sglang_server
-from sglang_cpu.models import tiny_llama
+from sglang_cpu.models import VOCAB_SIZE, tiny_llama
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -60,6 +64,26 @@ def capturing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     flags = ["--chunked-prefill-size", str(CHUNK), "--context-length", "2048"]
     with sglang_server(model, tmp_path_factory.mktemp("capturing"), flags=flags) as server:
         yield server
+
+
+def test_a_server_of_a_smaller_vocabulary_refuses_and_lives(capturing: Server, tmp_path: Path) -> None:
+    """It does not look whether token ids are in its vocabulary, and would die of one that is not."""
+    client = SGLangClient(capturing.url, ServerConfig())
+
+    async def asked(vocab_size: int, token: int) -> dict[str, Any] | Failed:
+        parameters = {"max_new_tokens": 1, "temperature": 0} | vocabulary_guard(vocab_size)
+        return await client.post({"input_ids": [5, token], "sampling_params": parameters})
+
+    async def scenario() -> None:
+        try:
+            refused = await asked(VOCAB_SIZE + 1, VOCAB_SIZE)
+            assert isinstance(refused, Failed)
+            assert (refused.reason, refused.retry) == (OTHER_VOCABULARY, Retry.NEVER)
+            assert not isinstance(await asked(VOCAB_SIZE, VOCAB_SIZE - 1), Failed)
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
 
 
 def test_what_a_capturing_server_wrote_passes_and_each_fault_is_caught_by_name(

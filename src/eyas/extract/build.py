@@ -53,7 +53,7 @@ class Job:
         """The engine's name, `auto` resolved.
 
         Raises:
-            ConfigError: a server is named for an engine that has none.
+            ConfigError: a server or a dump folder is named for an engine that has none, or one is missing.
         """
         folder = self.cfg.dumpdir.folder
         if (named := self.cfg.extract.engine) != "auto":
@@ -66,6 +66,10 @@ class Job:
             return named
         if folder:
             return "dumpdir"
+        if self.cfg.dumpdir.last:
+            raise ConfigError(
+                "--last says what dumps hold, and no dump folder is named", "--last", "add --dump-dir, or leave it out"
+            )
         return "sglang" if self.url else "hf"
 
     @property

@@ -95,7 +95,8 @@ class Inbox:
             raise EngineError("found no spool of a capturing server", self.folder, hint) from None
         except PermissionError as error:
             if error.errno == errno.EPERM:
-                hint = "name the server's user in server.spool_owner, or serve with a spool group that you belong to"
+                hint = "a link or a folder that anyone may write to is never used; one of another user is where "
+                hint += "server.spool_owner names him, or the folder's group is one of yours (serve.spool_group)"
                 raise EngineError(f"the spool is not to be trusted: it {error.strerror}", path, hint) from error
             hint = "run as the server's user, or serve with a spool mode and group that you belong to"
             raise EngineError("may not read the spool", path, hint) from error

@@ -38,6 +38,7 @@ from eyas.extract.worker import Report
 from eyas.extract.workers import work_here, work_in_processes
 from eyas.positions import kept_counts
 from eyas.store.documents import journalled_rows
+from eyas.store.format import STORE_FILE
 from eyas.store.plan import Shard
 from eyas.store.writer import ShardState, StoreWriter
 
@@ -164,6 +165,8 @@ def extract(
         info = _proven(job, signals)
         planned = plan_of(job, opened, info, open_store(job, opened, info, dry=True))
         planned.check(store)
+        if job.engine == "dumpdir" and not (store / STORE_FILE).exists():
+            _proven(job, signals, started=True)  # settings that are wrong must not leave a store made for them
         writer = open_store(job, opened, info)
         if retry_failed:
             for shard in writer.plan.shards:
@@ -299,15 +302,17 @@ def _missing(writer: StoreWriter, shard: Shard, state: ShardState) -> int:
     return max(0, writer.info.layout(shard).file_bytes - given)
 
 
-def _proven(job: Job, signals: StopSignals) -> EngineInfo:
+def _proven(job: Job, signals: StopSignals, *, started: bool = False) -> EngineInfo:
     """The engine's word for what it will deliver, without loading a model into this process.
+
+    `started` starts the engine even where its word is known without.
 
     Raises:
         KeyboardInterrupt: stopped meanwhile.
     """
 
     async def proving() -> EngineInfo:
-        proof, loop = asyncio.ensure_future(_prove(job)), asyncio.get_running_loop()
+        proof, loop = asyncio.ensure_future(_prove(job, started)), asyncio.get_running_loop()
 
         def stop() -> None:  # raised in the midst of the event loop, KeyboardInterrupt leaves tasks that complain
             loop.call_soon_threadsafe(proof.cancel)
@@ -321,8 +326,8 @@ def _proven(job: Job, signals: StopSignals) -> EngineInfo:
         raise KeyboardInterrupt from None
 
 
-async def _prove(job: Job) -> EngineInfo:
-    if (info := static_info(job)) is not None:
+async def _prove(job: Job, started: bool) -> EngineInfo:
+    if not started and (info := static_info(job)) is not None:
         return info
     engine = make_engine(job)
     try:

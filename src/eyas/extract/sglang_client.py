@@ -18,6 +18,7 @@ from eyas.extract.engine import CaptureRequest, Failed, Retry
 
 API_KEY_ENV: Final = "EYAS_API_KEY"  # what the settings do not give
 DUPLICATE_RID: Final = "duplicate-rid"
+OTHER_VOCABULARY: Final = "other-vocabulary"
 _KEEP_ALIVE_S: Final = 2.0
 _SMALL_BYTES: Final = 1 << 20  # a reply with one token and the plugin's word, the model's info
 _LARGE_BYTES: Final = 256 << 20  # log-probabilities of the longest prompts
@@ -26,6 +27,7 @@ _INFO_PATHS: Final = ("/model_info", "/get_model_info")  # the newer name first;
 _SETTINGS_PATHS: Final = ("/server_info", "/get_server_info")
 _TOO_LONG: Final = ("is longer than the model", "exceeds the maximum allowed length", "maximum context length")
 _DUPLICATE: Final = "Duplicate request ID"
+_BIAS: Final = "logit_bias must"
 _QUEUE_FULL: Final = "queue is full"
 _ROWS_FAULT: Final = (400, 413, 422)
 
@@ -90,7 +92,7 @@ class SGLangClient:
             if "model_path" in info:
                 return info
         raise EngineError(
-            "not an SGLang server", self.where, "is the URL right? It is the server's base URL, such as http://localhost:30000"
+            "not an SGLang server", self.where, "its base URL is needed, such as http://localhost:30000: is this it?"
         )
 
     async def settings(self) -> dict[str, Any]:
@@ -180,7 +182,8 @@ class SGLangClient:
         if isinstance(error, httpx.TimeoutException):
             return ServerAway("the server does not answer", self.where, f"waited {_SHORT_TIMEOUT_S:.0f} s")
         if isinstance(error, httpx.ConnectError):
-            return ServerAway("no server", self.where, "is the URL right, and the server running? `eyas serve MODEL` starts one")
+            hint = "is the URL right, and the server running? `eyas serve MODEL` starts one"
+            return ServerAway("no server", self.where, hint)
         return ServerAway("the connection broke", self.where, self._scrub(error))
 
     def _check_authorised(self, response: httpx.Response) -> None:
@@ -207,6 +210,15 @@ def prefill_body(request: CaptureRequest) -> dict[str, Any]:
     }
 
 
+def vocabulary_guard(vocab_size: int) -> dict[str, Any]:
+    """Sampling parameters by which a server of a smaller vocabulary refuses a request.
+
+    SGLang does not look whether token ids are in the vocabulary: a server of another model would die of them. It does
+    look whether biases are. This one is 0, which changes nothing.
+    """
+    return {"logit_bias": {str(vocab_size - 1): 0.0}}
+
+
 def http_failure(status: int, message: str) -> Failed:
     """What an HTTP error of /generate means for the row."""
     detail = f"HTTP {status}: {message}" if message else f"HTTP {status}"
@@ -216,6 +228,8 @@ def http_failure(status: int, message: str) -> Failed:
         return Failed(DUPLICATE_RID, detail)
     if status == 429 or _QUEUE_FULL in message:
         return Failed("server-busy", detail, Retry.WAIT)
+    if status in _ROWS_FAULT and _BIAS in message:
+        return Failed(OTHER_VOCABULARY, f"its vocabulary is smaller: {detail}", Retry.NEVER)
     if status in _ROWS_FAULT:
         return Failed("bad-request", detail, Retry.NEVER)
     # Anything else is not about the row: a server or gateway in trouble, or by now a stranger at that address.

@@ -18,7 +18,7 @@ from eyas.errors import ConfigError
 from eyas.extract.hf import hidden_states, load_model
 from eyas.store.reader import StoreReader, StoreRow
 from eyas.target.checkpoint import Target
-from eyas.verify.sampling import coarsest_dtype, sample_rows
+from eyas.verify.sampling import NAME_THE_MODEL, coarsest_dtype, sample_rows
 
 LAST: Final = "last"
 
@@ -56,7 +56,8 @@ def compare_with_model(
     spec = reader.spec
     theirs = target.spec(spec.layers, spec.last, spec.dtype)
     if theirs.model and theirs.model != spec.model:
-        raise ConfigError("the store was captured from another model", model, f"fingerprint {spec.model} in the store")
+        differing = f"fingerprint {theirs.model}, in the store {spec.model}"
+        raise ConfigError(f"the store was captured from another model ({differing})", model, NAME_THE_MODEL)
     network = load_model(target, device=cfg.device, dtype="f32")
     tolerance = tolerance_for(coarsest_dtype(reader), target.is_routed)
     rows = sample_rows(len(reader), sample)

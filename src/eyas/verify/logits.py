@@ -19,13 +19,13 @@ from eyas.config import Config, ServerConfig
 from eyas.errors import ConfigError, EngineError
 from eyas.extract.engine import Failed, Retry
 from eyas.extract.hf import torch_device
-from eyas.extract.sglang_client import SGLangClient, aborted, is_echo
+from eyas.extract.sglang_client import OTHER_VOCABULARY, SGLangClient, aborted, is_echo, vocabulary_guard
 from eyas.store.reader import StoreReader, StoreRow
 from eyas.target.checkpoint import Target
 from eyas.target.head import Head
 from eyas.target.norm import FinalNorm
 from eyas.verify.audit import Audit, Auditor, ServedRow, log_tolerance
-from eyas.verify.sampling import TORCH_NAMES, coarsest, coarsest_dtype, sample_rows
+from eyas.verify.sampling import NAME_THE_MODEL, TORCH_NAMES, coarsest, coarsest_dtype, sample_rows
 
 _IN_FLIGHT: Final = 4
 _ATTEMPTS: Final = 5
@@ -94,13 +94,14 @@ def _check_target(target: Target, spec: CaptureSpec) -> list[str]:
     theirs = (spec.hidden_size, spec.vocab_size, spec.num_layers)
     if mine != theirs:
         names = ("hidden size", "vocabulary", "layers")
-        differing = [f"{name} {a} != {b}" for name, a, b in zip(names, mine, theirs, strict=True) if a != b]
-        raise ConfigError("the store was captured from another model", target.model, ", ".join(differing))
+        differing = [f"{name} {a}, in the store {b}" for name, a, b in zip(names, mine, theirs, strict=True) if a != b]
+        what = f"the store was captured from another model ({'; '.join(differing)})"
+        raise ConfigError(what, target.model, NAME_THE_MODEL)
     if not target.has_all_norms():
         return ["the checkpoint's fingerprint: only a part of it is here"]
     if (live := target.fingerprint()) and live != spec.model:
-        hint = f"fingerprint {spec.model} in the store"
-        raise ConfigError("the store was captured from another model", target.model, hint)
+        what = f"the store was captured from another model (fingerprint {live}, in the store {spec.model})"
+        raise ConfigError(what, target.model, NAME_THE_MODEL)
     return []
 
 
@@ -159,12 +160,14 @@ async def _log_probs(client: SGLangClient, row: StoreRow, vocab_size: int) -> to
             on=_NotServed, attempts=_ATTEMPTS, timeout=None, wait_initial=_WAIT_S[0], wait_max=_WAIT_S[1]
         ):
             with attempt:
-                answer = await client.post(_body(tokens))
+                answer = await client.post(_body(tokens, vocab_size))
                 found = (
                     answer if isinstance(answer, Failed) else read_log_probs(answer, tokens, vocab_size, client.where)
                 )
                 if isinstance(found, Failed) and found.retry != Retry.NEVER:
                     raise _NotServed(found)
+                if isinstance(found, Failed) and found.reason == OTHER_VOCABULARY:
+                    raise EngineError("the server runs another model", client.where, found.detail)
                 if isinstance(found, Failed) and found.reason != "row-too-long":
                     raise EngineError("the server refuses a row", client.where, f"row {row.row}: {found.detail}")
                 return found
@@ -174,11 +177,11 @@ async def _log_probs(client: SGLangClient, row: StoreRow, vocab_size: int) -> to
     raise AssertionError("stamina ends by a result or an error")
 
 
-def _body(tokens: list[int]) -> dict[str, Any]:
+def _body(tokens: list[int], vocab_size: int) -> dict[str, Any]:
     return {
         "rid": f"audit-{uuid.uuid4().hex}",  # a stranger to the capture plugin, whose own begin otherwise
         "input_ids": tokens,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0} | vocabulary_guard(vocab_size),
         "return_logprob": True,
         "logprob_start_len": 0,  # nothing is taken from the prefix cache then
     }

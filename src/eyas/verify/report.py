@@ -53,7 +53,7 @@ class VerifyReport:
             lines.append(("against", f"{done.rows} rows recomputed, {len(done.mismatches)} mismatches"))
             for name, right in done.worst.items():
                 near = [d.median for key, d in done.nearest.items() if key.endswith(f" as {name}")]
-                text = f"error median {right.median:.1e} worst {right.worst:.1e}, cosine at least {right.cosine:.5f}"
+                text = f"error {right.median:.1e}, worst {right.worst:.1e}, cosine {right.cosine:.5f}"
                 text += f"; nearest control {min(near):.1e}" if near else "; no control could be told apart"
                 lines.append(("  last" if name == LAST else f"  layer {name}", text))
             if alike := done.alike.total():

@@ -92,7 +92,8 @@ def _contents(info: StoreInfo, path: Path) -> Contents:
     """What the corpus says the rows are; refused when the store was made from another."""
     corpus, made_from = Corpus.open(path), info.corpus["digest"]
     if corpus.digest != made_from:
-        raise ConfigError("the store was made from another corpus", path, f"digest {corpus.digest}, not {made_from}")
+        what = f"the store was made from another corpus (digest {made_from}, not {corpus.digest})"
+        raise ConfigError(what, path, "name the corpus that eyas extract was given")
 
     def contents(shard: Shard) -> Iterator[RowContents]:
         for row in corpus.rows(shard.start, shard.stop):

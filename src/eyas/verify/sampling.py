@@ -8,6 +8,7 @@ import numpy as np
 
 from eyas.store.reader import StoreReader
 
+NAME_THE_MODEL: Final = "name the model that the store was captured from: a folder or hub id"
 TORCH_NAMES: Final = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 

@@ -65,6 +65,9 @@ class Desk:
             Sighting(name, self._layout.done in one.files, self._count(one, readers[name]))
             for name, one in seen.items()
         ]
+        for sighting in sightings:
+            if sighting.count == tokens and not sighting.finished:
+                self._said[sighting.name] = f"{tokens} tokens, but no new {self._layout.done}"
         finished, unfinished = sort_out(tokens, sightings)
         for name in finished:
             if name not in self._reads:
@@ -87,6 +90,8 @@ class Desk:
         if failure.reason not in ("dump-late", "dump-unfinished") or not self._said:
             return failure
         said = "; ".join(f"{name}: {text}" for name, text in sorted(self._said.items())[:4])
+        if failure.reason == "dump-unfinished" and set(self._said) >= set(failure.detail.split(", ")):
+            return replace(failure, detail=said)  # it names them all
         return replace(failure, detail=f"{failure.detail} ({said})")
 
     def _count(self, fresh: Fresh, reader: DumpReader) -> int | None:

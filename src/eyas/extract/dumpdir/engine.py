@@ -35,7 +35,7 @@ from eyas.extract.dumpdir.loading import Dump
 from eyas.extract.dumpdir.matching import AMBIGUOUS, Fit, Vigil
 from eyas.extract.dumpdir.words import COUNT_HINT, probe_error
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
-from eyas.extract.sglang_client import ServerAway, SGLangClient, aborted, prefill_body
+from eyas.extract.sglang_client import ServerAway, SGLangClient, aborted, prefill_body, vocabulary_guard
 from eyas.target.checkpoint import Target
 from eyas.target.head import Head
 from eyas.target.norm import FinalNorm
@@ -197,6 +197,8 @@ class DumpDirEngine:
         try:
             before = await self._folder.look()
             body = prefill_body(request)
+            if request.rid.row == PROBE_ROW:
+                body["sampling_params"] |= vocabulary_guard(self._spec.vocab_size)
             if self._cfg.check == "content":
                 body |= asked_for(len(request.tokens), self._cfg.check_tokens)
             answer = await self._client.post(body)

@@ -18,6 +18,7 @@ from enum import Enum
 from eyas.extract.engine import Failed, Retry
 
 AMBIGUOUS = "ambiguous-dump"
+NO_DUMP = "the server answered, but no dump of this token count came"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ def _why_none(candidates: Sequence[Candidate], unfinished: set[str]) -> Failed:
                 return Failed(reason, f"{candidate.name}: {candidate.detail}")
     if unfinished:
         return Failed("dump-unfinished", _names(unfinished), Retry.PROBE)
-    return Failed("dump-late", "the server answered, but no dump of this token count came", Retry.PROBE)
+    return Failed("dump-late", NO_DUMP, Retry.PROBE)
 
 
 def _names(names: Iterable[str]) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Final
 
 from eyas.errors import EngineError
+from eyas.extract.dumpdir.matching import NO_DUMP
 from eyas.extract.engine import Failed
-from eyas.extract.sglang_client import ServerAway
+from eyas.extract.sglang_client import OTHER_VOCABULARY, ServerAway
 
 COUNT_HINT: Final = (
     "or add --set dumpdir.check=count, which takes the token count's word: a foreign dump of equal length is then a "
@@ -32,7 +33,7 @@ _WHAT: Final = {
         "the marker must come last: the patch must write it after all files are closed",
     ),
     "dump-late": (
-        "the server answers, but no dump of the probe came",
+        "the server answered the probe, but no dump of its token count came",
         "is this that server's dump folder, and dumpdir.pattern right?",
     ),
     "dump-unfinished": ("the probe's dump was never finished", "are dumpdir.done and the other names right?"),
@@ -44,9 +45,12 @@ def probe_error(failure: Failed, where: str, folder: Path) -> EngineError:
     reason, detail = failure.reason, failure.detail
     if reason in _AWAY:
         return ServerAway(f"the probe failed: {reason}", where, detail)
+    if reason == OTHER_VOCABULARY:
+        return EngineError("the server runs another model", where, detail)
     if reason == "no-logprobs":
         return EngineError(f"dumps cannot be told apart by content: {detail}", where, COUNT_HINT.removeprefix("or "))
     if reason in _WHAT:
         what, advice = _WHAT[reason]
+        detail = detail.removeprefix(NO_DUMP).strip()
         return EngineError(what, folder, "; ".join(text for text in (detail, advice) if text))
     return EngineError(f"the probe failed: {reason}", where, detail)
