@@ -14,9 +14,11 @@ export OMP_WAIT_POLICY := PASSIVE
 
 help:
 	@sed -n 's/^#   //p' Makefile
-	@echo "make check  lint, types, import rules, generated docs   make bench  figures on this CPU"
-	@echo "make docs   write the generated pages                   make clean  remove environments and caches"
-	@echo "make soak   20,000 requests in chaos, half an hour; SOAK='--seed 7 --requests 2000' for other runs"
+	@echo "make check  lint, types, import rules, generated docs"
+	@echo "make docs   write the generated pages"
+	@echo "make bench  figures on this CPU"
+	@echo "make soak   20,000 requests in chaos; SOAK='--requests 2000' for less"
+	@echo "make clean  remove environments and caches"
 
 $(VENV)/ready: pyproject.toml constraints/dev.txt
 	@echo "== Python environment for Eyas in $(VENV) (about a minute)"

@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tiny_models import llama
 
 from eyas.config import Config, load
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
@@ -35,6 +34,7 @@ from eyas.extract.worker import Report
 from eyas.extract.workers import Work
 from eyas.store.check import verify_store
 from eyas.store.reader import StoreReader
+from tiny_models import llama
 
 SETTINGS = ["extract.engine=fake", "store.shard_bytes=2MB", "store.reserve_bytes=0", "extract.window_requests=8"]
 
