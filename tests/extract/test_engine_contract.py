@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from sglang_double import PluginServer
-from tiny_models import llama
 from transformers import AutoModelForCausalLM
 
 from eyas.capture.contract import CaptureSpec, RequestId, count_of, field_hash
@@ -26,6 +25,7 @@ from eyas.extract.sglang import SGLangEngine
 from eyas.target.checkpoint import Target
 from servers import sglang_server
 from sglang_cpu.models import tiny_llama
+from tiny_models import llama
 
 SPEC = CaptureSpec((1, 2, 3), "loss", "bf16", 32, 300, 4, "f" * 32)
 IN_FLIGHT = 16

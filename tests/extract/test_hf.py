@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import MODELS, llama, qwen3
 from transformers import PreTrainedModel
 
 from eyas.capture.contract import RequestId
@@ -17,6 +16,7 @@ from eyas.errors import ConfigError, EngineError
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
 from eyas.extract.hf import EMBEDDINGS, HFEngine, hidden_states, take_batch
 from eyas.target.checkpoint import Target
+from tiny_models import MODELS, llama, qwen3
 
 ALL = range(EMBEDDINGS, 4)
 

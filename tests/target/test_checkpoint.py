@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import MODELS, deepseek_v3, llama, qwen3
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from eyas.capture.contract import default_layers
 from eyas.capture.fingerprint import architecture_of, model_fingerprint
 from eyas.errors import ConfigError
 from eyas.target.checkpoint import Target, norm_bytes
+from tiny_models import MODELS, deepseek_v3, llama, qwen3
 
 Make = Callable[[], PreTrainedModel]
 
