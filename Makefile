@@ -52,7 +52,7 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready $(SGLANG)/ready $(EYAS_CACHE)/qwen3/ready
 	@echo "== tests, the real SGLang server on CPU included"
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n 2 --dist loadfile
 
 test-fast: $(VENV)/ready $(EYAS_CACHE)/qwen3/ready
 	@$(BIN)/pytest -m 'not sglang and not slow'

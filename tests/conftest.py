@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -28,7 +29,10 @@ def smollm2_dir(model_cache: Path) -> Path:
     """SmolLM2-135M-Instruct as a bf16 safetensors folder, converted when it is not there yet."""
     from eyas.smollm2 import smollm2_dir as prepared
 
-    return prepared(model_cache)
+    model_cache.mkdir(parents=True, exist_ok=True)
+    with (model_cache / "smollm2.lock").open("w") as lock:  # test processes beside each other convert it once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return prepared(model_cache)
 
 
 @pytest.fixture(scope="session")

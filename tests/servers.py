@@ -82,7 +82,9 @@ def _call(url: str, payload: Mapping[str, Any] | None, timeout_s: float) -> Any:
 def free_port() -> int:
     """A port nobody listens on. SGLang derives its own ports from it, so stay well below the ephemeral range."""
     with socket.socket() as probe:
-        for port in range(21000 + os.getpid() % 4000, 32000, 7):
+        # Test processes that run beside each other keep apart: worker gw0, gw1, ...
+        first = 21000 + 4000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+        for port in range(first + os.getpid() % 2000, 32000, 7):
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
