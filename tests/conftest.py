@@ -18,6 +18,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 REPO = Path(__file__).parents[1]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _right_at_the_first_call() -> None:
+    """Tests compare with forwards of transformers that are not ours, too."""
+    from eyas.target import cpu_math
+
+    cpu_math.settle()
+
+
 @pytest.fixture(scope="session")
 def model_cache() -> Path:
     """Where converted models are kept: EYAS_CACHE, else .cache in the repository."""

@@ -35,23 +35,12 @@ from faults_support import (
     wait_until,
 )
 from servers import Server, sglang_server
-from sglang_cpu.models import tiny_llama
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 QUOTA, DISK = 2_400_000, "3m"
 ROWS = 60
 MAY_MOUNT = os.geteuid() == 0 and shutil.which("mount") is not None
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def injector(tmp_path_factory: pytest.TempPathFactory) -> Injector:
-    return Injector(tmp_path_factory.mktemp("faults") / "control.json")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import pytest
 from eyas.errors import EngineError
 from faults_support import SERVER_FLAGS, Injector, Neighbours, Run, make_corpus, settings, some_lengths, wait_until
 from servers import Server, sglang_server
-from sglang_cpu.models import tiny_llama
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -30,24 +29,9 @@ HARMLESS = ("sweep", "orphans")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def injector(tmp_path_factory: pytest.TempPathFactory) -> Injector:
-    return Injector(tmp_path_factory.mktemp("faults") / "control.json")
-
-
-@pytest.fixture(scope="module")
 def server(model: Path, injector: Injector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with sglang_server(model, tmp_path_factory.mktemp("injected"), flags=SERVER_FLAGS, env=injector.env) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def neighbours(server: Server) -> Neighbours:
-    return Neighbours(server)
 
 
 def run_of(server: Server, model: Path, folder: Path, *overrides: str, rows: int = ROWS) -> Run:

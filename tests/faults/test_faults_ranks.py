@@ -9,14 +9,8 @@ import pytest
 
 from faults_support import EDGES, SERVER_FLAGS, Neighbours, Run, hello, make_corpus, settings, some_lengths
 from servers import Server, sglang_server
-from sglang_cpu.models import tiny_llama
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -53,19 +53,9 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Other weights under the same architecture and the very same norms: its fingerprint is the same."""
     return tiny_llama(tmp_path_factory.mktemp("twin"), seed=1)
-
-
-@pytest.fixture(scope="module")
-def injector(tmp_path_factory: pytest.TempPathFactory) -> Injector:
-    return Injector(tmp_path_factory.mktemp("faults") / "control.json")
 
 
 @pytest.fixture(scope="module")

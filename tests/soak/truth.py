@@ -26,6 +26,7 @@ from eyas.errors import IntegrityError
 from eyas.positions import kept_positions
 from eyas.store.format import RowStatus
 from eyas.store.shardfile import ShardIndex, read_index
+from eyas.target import cpu_math
 from soak.relay import DROPPED, REFUSED_KINDS
 from soak.server_log import RunSends
 
@@ -78,6 +79,7 @@ class Truth:
     """The target in transformers, float32."""
 
     def __init__(self, model: Path) -> None:
+        cpu_math.settle()
         network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
         self._decoder = network.eval().model
 

@@ -22,6 +22,7 @@ from eyas.capture.contract import CaptureSpec, field_hash
 from eyas.capture.fingerprint import architecture_of, model_fingerprint
 from eyas.errors import ConfigError, EngineError, first_line
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
+from eyas.target import cpu_math
 from eyas.target.checkpoint import Target, norm_bytes
 from eyas.target.decoder import decoders, layers_of
 
@@ -242,6 +243,7 @@ class _Decoder:
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_layers: int) -> _Decoder:
+        cpu_math.settle()
         for module in decoders(model):
             if len(layers := layers_of(module)) >= num_layers:
                 return cls(module, layers[:num_layers], next(model.parameters()).device)

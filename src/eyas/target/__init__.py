@@ -5,4 +5,5 @@ weights      named tensors of safetensors files, one or sharded
 head         `Head`: lm_head and what the config does to logits, for log-probabilities without the model
 decoder      the text decoder inside a transformers model
 norm         `FinalNorm`: the target's own final norm
+cpu_math     elementwise functions that are right at their first call, too
 """

@@ -11,6 +11,7 @@ import torch
 
 from eyas.capture.fingerprint import is_outside_layers
 from eyas.errors import ConfigError
+from eyas.target import cpu_math
 from eyas.target.checkpoint import Target
 from eyas.target.weights import missing_files
 
@@ -51,6 +52,7 @@ class Head:
             ConfigError: the checkpoint has none, or it is quantised, of another shape, or its file is missing; or the
                 config names a change of the logits that is not known here.
         """
+        cpu_math.settle()
         config = target.full_config()
         scale, softcap = _transform(config, target)
         files = target.weight_map()
