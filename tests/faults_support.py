@@ -6,6 +6,7 @@ get the same tokens as alone and no `eyas` key; the spool is empty at the end.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import itertools
@@ -23,12 +24,15 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 from rich.console import Console
 
-from eyas.capture.contract import SPEC_FILE, ServerHello
+from eyas.capture.contract import SPEC_FILE, CaptureReply, ServerHello
 from eyas.config import Config, load
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
+from eyas.extract.engine import CaptureRequest, Failed
 from eyas.extract.runner import Summary, extract
+from eyas.extract.sglang_client import SGLangClient
 from eyas.store.reader import StoreReader
 from eyas.verify import verify
 from servers import Server
@@ -138,8 +142,14 @@ class Run:
 
     def session(self) -> str:
         """The session of the run that is going, as its event log's name tells."""
-        logs = list((self.store / "events").glob("*.jsonl"))
-        return max(logs, key=lambda path: path.stat().st_mtime_ns).stem
+        return self._log().stem
+
+    def retries(self) -> int:
+        """Rows the run that is going has asked for again, as its event log tells."""
+        return self._log().read_text().count('"row_retried"')
+
+    def _log(self) -> Path:
+        return max((self.store / "events").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
 
     def must_be_right(self, *, failed: int = 0) -> None:
         """The law for the store: all of its rows recomputed by transformers, with every control told apart."""
@@ -159,6 +169,24 @@ class Run:
         assert (summary.rows_done, summary.failed) == (summary.rows, 0), summary.first_failures
         self.must_be_right()
         must_be_empty(self.server.spool)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """The runs of this process ask for no further row while the body runs: however fast, they stay in their middle."""
+    send, released = SGLangClient.generate, threading.Event()
+
+    async def wait_and_send(client: SGLangClient, request: CaptureRequest, spec_id: str) -> CaptureReply | Failed:
+        while not released.is_set():
+            await asyncio.sleep(0.01)
+        return await send(client, request, spec_id)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SGLangClient, "generate", wait_and_send)
+        try:
+            yield
+        finally:
+            released.set()
 
 
 def must_be_empty(spool: Path, patience_s: float = 10.0) -> None:

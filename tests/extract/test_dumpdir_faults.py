@@ -24,6 +24,7 @@ from eyas.config import Config, load
 from eyas.data.corpus import CorpusMeta, CorpusWriter
 from eyas.errors import EngineError
 from eyas.extract.runner import Summary, extract
+from eyas.extract.sglang_client import ServerAway
 from eyas.store.reader import StoreReader
 from eyas.verify import verify
 from sglang_cpu.models import VOCAB_SIZE, tiny_llama
@@ -83,13 +84,14 @@ def run(corpus: Path, store: Path, server: DumpServer, cfg: Config) -> Summary:
 
 
 def run_again_and_again(corpus: Path, store: Path, server: DumpServer, cfg: Config) -> Summary | None:
-    """`run`, resumed as a user would where a probe met a fault; None when it never came through."""
+    """`run`, resumed as a user would where its start met a fault; None when it never came through."""
     for _ in range(4):
         try:
             return run(corpus, store, server, cfg)
         except EngineError as error:
             print(f"stopped: {error}")
-            assert "probe" in str(error) or str(server.dumps) in str(error)
+            known = isinstance(error, ServerAway) or "probe" in str(error) or str(server.dumps) in str(error)
+            assert known, error
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import re
 import signal
@@ -137,9 +138,9 @@ def test_decoding_users_requests_are_taken_back_while_rows_are_prefilled(
     before = server_log(neighbours.server).count(TAKEN_BACK)
     run = new_run(some_lengths(50, seed=1))
     with neighbours.around(16, tokens=150, pause_s=0), run.going() as going:
-        pass
+        going.exception()
+        wait_until(lambda: server_log(neighbours.server).count(TAKEN_BACK) > before, "nothing was taken back")
     run.must_end_well(going.result())
-    assert server_log(neighbours.server).count(TAKEN_BACK) > before, "nothing was taken back"
 
 
 def server_log(server: Server) -> str:
@@ -193,7 +194,9 @@ def test_abort_request(new_run: Callable[..., Run], server: Server, whose: str) 
                 abort({"abort_all": True})
 
     with run.going() as going:
-        for _ in range(20):
+        for times in itertools.count():
+            if going.done() or (times >= 20 and run.retries()):
+                break
             abort_some()
             time.sleep(0.1)
     summary = going.result()
@@ -214,7 +217,7 @@ def test_a_user_takes_our_very_ids(new_run: Callable[..., Run], server: Server, 
     run = new_run(some_lengths(40, seed=5), "extract.window_requests=1", "extract.attempts=10")
     rows = list(Corpus.open(run.corpus).rows(0, 40))
     agreed = hello(server).spec_id
-    sent = []
+    sent, before_ours = [], []
 
     def imitate(row: int) -> None:
         ids = rows[row].tokens.tolist()
@@ -226,6 +229,8 @@ def test_a_user_takes_our_very_ids(new_run: Callable[..., Run], server: Server, 
             "sampling_params": {"max_new_tokens": 1, "custom_params": {SPEC_PARAM: agreed, LAST_PARAM: runs}},
         }
         sent.append(httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code)
+        if sent[-1] == 200 and row > run.rows_stored():  # ours are asked for one after the other
+            before_ours.append(row)
 
     try:
         with run.going() as going, ThreadPoolExecutor(6) as pool:
@@ -237,8 +242,7 @@ def test_a_user_takes_our_very_ids(new_run: Callable[..., Run], server: Server, 
         for path in server.spool.glob(f"eyas.{_run_of(run)}.*"):
             path.unlink(missing_ok=True)
     assert sent.count(200) > 10
-    if "other" in (tokens, kept):
-        assert summary.retries > 0, "no imitator was ever quicker"
+    assert before_ours, "no imitator was ever quicker"
     run.must_end_well(summary)
 
 
