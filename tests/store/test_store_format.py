@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from eyas.capture.contract import CaptureSpec
+from eyas.capture.contract import DTYPES, CaptureSpec
 from eyas.store.format import Sidecar, StoreInfo, pack_contents, shard_layout
 from eyas.store.journal import Session, session_line
 from eyas.store.plan import Plan, Shard, make_plan
@@ -159,7 +159,7 @@ def test_every_tensor_is_aligned_and_aux_and_last_are_neighbours(rows, tokens, p
     layout = shard_layout(Shard(7, 3, 3 + rows, tokens, positions), spec, "c", "p")
     sizes = {"row_offsets": 8, "row_xxh3": 8, "last_index": 4, "tokens": 4, "loss_mask": 1, "row_status": 1}
     for name, info in layout.tensors.items():
-        assert info.start % sizes.get(name, spec.item_size) == 0
+        assert info.start % sizes.get(name, DTYPES[spec.dtype][1]) == 0
     assert layout.tensors["aux"].stop == layout.tensors["last"].start
     assert layout == shard_layout(Shard(7, 3, 3 + rows, tokens, positions), spec, "c", "p")
 

@@ -31,7 +31,7 @@ SPEC_PARAM: Final = "eyas_spec"  # custom_params: the client's spec_id
 LAST_PARAM: Final = "eyas_last"  # custom_params: flat runs [start, stop, start, stop, ...] where `last` is kept
 PROBE_ROW: Final = 99_999_999  # the row number of start-up probes; no corpus may be that long
 
-#: dtype name -> (safetensors name, bytes an item). fp8 arrives with its scales in a later contract version.
+#: dtype name -> (safetensors name, bytes an item).
 DTYPES: Final[Mapping[str, tuple[str, int]]] = {"bf16": ("BF16", 2), "f16": ("F16", 2), "f32": ("F32", 4)}
 LAST_MODES: Final = ("loss", "all")
 MAX_NOTE_BYTES: Final = 64 << 10  # settings, spec.json and failure notes are a few hundred
@@ -100,17 +100,35 @@ class CaptureSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
-    def item_size(self) -> int:
-        """Bytes of one number."""
-        return DTYPES[self.dtype][1]
+    def stored_dtype(self) -> str:
+        """What files call the dtype of the states (a safetensors name)."""
+        return DTYPES[self.dtype][0]
+
+    @property
+    def stored_width(self) -> int:
+        """Items of `stored_dtype` that one state of H numbers takes."""
+        return self.hidden_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state: of one token at one layer."""
+        return self.stored_width * DTYPES[self.dtype][1]
+
+    def aux_shape(self, tokens: int) -> tuple[int, int, int]:
+        """Of `aux` in files, for T tokens."""
+        return tokens, len(self.layers), self.stored_width
+
+    def last_shape(self, positions: int) -> tuple[int, int]:
+        """Of `last` in files, for L positions."""
+        return positions, self.stored_width
 
     @property
     def aux_bytes_per_token(self) -> int:
-        return len(self.layers) * self.hidden_size * self.item_size
+        return len(self.layers) * self.state_bytes
 
     @property
     def last_bytes_per_position(self) -> int:
-        return self.hidden_size * self.item_size
+        return self.state_bytes
 
     def record_bytes(self, tokens: int, positions: int) -> int:
         """Bytes of the states of a row of `tokens` tokens whose `last` is kept at `positions` positions."""

@@ -22,7 +22,6 @@ import xxhash
 
 from eyas.capture.assembler import Assembler, Chunk, Record, Refused, kept_slices, take_rows
 from eyas.capture.contract import (
-    DTYPES,
     RECORD_METADATA,
     CaptureReply,
     CaptureSpec,
@@ -265,12 +264,10 @@ def write_record(record: Record, spec: CaptureSpec, spool: Spool) -> Refused | N
         aux=_field_hash(aux),
         last=_field_hash(last),
     )
-    dtype = DTYPES[spec.dtype][0]
-    width = spec.hidden_size
     plan = layout(
         [
-            ("aux", dtype, (record.tokens, len(spec.layers), width)),
-            ("last", dtype, (record.positions, width)),
+            ("aux", spec.stored_dtype, spec.aux_shape(record.tokens)),
+            ("last", spec.stored_dtype, spec.last_shape(record.positions)),
         ],
         {RECORD_METADATA: header.to_json()},
     )

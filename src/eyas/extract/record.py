@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from eyas.capture.contract import (
-    DTYPES,
     RECORD_METADATA,
     CaptureSpec,
     RecordHeader,
@@ -157,10 +156,9 @@ def _gapless(chunks: object, rows: int) -> bool:
 
 
 def _shape_mismatch(plan: Layout, header: RecordHeader, spec: CaptureSpec) -> Failed | None:
-    dtype = DTYPES[spec.dtype][0]
     wanted: dict[str, tuple[str, Sequence[int]]] = {
-        "aux": (dtype, (header.rows, len(spec.layers), spec.hidden_size)),
-        "last": (dtype, (header.positions, spec.hidden_size)),
+        "aux": (spec.stored_dtype, spec.aux_shape(header.rows)),
+        "last": (spec.stored_dtype, spec.last_shape(header.positions)),
     }
     got = {name: (info.dtype, info.shape) for name, info in plan.tensors.items()}
     return None if got == wanted else Failed("shape-differs", f"{got}, expected {wanted}")

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from eyas.capture.contract import DTYPES, CaptureSpec, field_hash
+from eyas.capture.contract import CaptureSpec, field_hash
 from eyas.capture.strictjson import loads, shown
 from eyas.capture.tensorfile import Layout, layout
 from eyas.store.journal import Provenance, Session, digest_field, int_field, provenance_field, text_field
@@ -65,15 +65,14 @@ Contents = Callable[[Shard], Iterable[tuple[npt.ArrayLike, npt.ArrayLike, npt.Ar
 def shard_layout(shard: Shard, spec: CaptureSpec, corpus_digest: str, plan_digest: str) -> Layout:
     """Where every byte of a shard lies. R rows, T tokens, L kept positions, A layers, H hidden size."""
     rows, tokens, positions = shard.rows, shard.tokens, shard.positions
-    states = DTYPES[spec.dtype][0]
     # `aux` and `last` must stay neighbours: everything outside the two is hashed as the shard's index.
     tensors = [
         ("row_offsets", "I64", (rows + 1,)),
         ("row_xxh3", "U64", (rows, len(FIELDS))),
         ("last_index", "I32", (positions,)),
         ("tokens", "I32", (tokens,)),
-        ("aux", states, (tokens, len(spec.layers), spec.hidden_size)),
-        ("last", states, (positions, spec.hidden_size)),
+        ("aux", spec.stored_dtype, spec.aux_shape(tokens)),
+        ("last", spec.stored_dtype, spec.last_shape(positions)),
         ("loss_mask", "U8", (tokens,)),
         ("row_status", "U8", (rows,)),
     ]
