@@ -31,8 +31,14 @@ SPEC_PARAM: Final = "eyas_spec"  # custom_params: the client's spec_id
 LAST_PARAM: Final = "eyas_last"  # custom_params: flat runs [start, stop, start, stop, ...] where `last` is kept
 PROBE_ROW: Final = 99_999_999  # the row number of start-up probes; no corpus may be that long
 
-#: dtype name -> (safetensors name, bytes an item).
-DTYPES: Final[Mapping[str, tuple[str, int]]] = {"bf16": ("BF16", 2), "f16": ("F16", 2), "f32": ("F32", 4)}
+#: dtype name -> (safetensors name, bytes an item). States in `fp8_e4m3` are bytes: codes, then a scale (encoding.py).
+DTYPES: Final[Mapping[str, tuple[str, int]]] = {
+    "bf16": ("BF16", 2),
+    "f16": ("F16", 2),
+    "f32": ("F32", 4),
+    "fp8_e4m3": ("U8", 1),
+}
+SCALE_BYTES: Final = 4  # one float32 behind the codes of each quantised state
 LAST_MODES: Final = ("loss", "all")
 MAX_NOTE_BYTES: Final = 64 << 10  # settings, spec.json and failure notes are a few hundred
 _MAX_HEADER_BYTES: Final = 1 << 20  # a record's header lists its chunks
@@ -64,7 +70,7 @@ class CaptureSpec:
         layers: 0-based decoder layers whose *output* (residual stream after the layer) is captured, ascending.
             Layer i's output is Hugging Face's `hidden_states[i + 1]`, except the last layer's, which is normed there.
         last: where the state after the final norm is kept: `loss` (positions named by the request) or `all`.
-        dtype: a key of DTYPES; states in another dtype are cast before the copy.
+        dtype: a key of DTYPES; states in another dtype are cast or quantised before the copy.
         hidden_size: H.
         vocab_size: size of the target's vocabulary.
         num_layers: decoder layers of the target.
@@ -107,7 +113,7 @@ class CaptureSpec:
     @property
     def stored_width(self) -> int:
         """Items of `stored_dtype` that one state of H numbers takes."""
-        return self.hidden_size
+        return self.hidden_size + (SCALE_BYTES if self.stored_dtype == "U8" else 0)
 
     @property
     def state_bytes(self) -> int:
