@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # GNU OpenMP's threads spin while they wait for each other: with other processes on the same cores, a forward of a small
 # model takes twenty times as long. Read when torch is first imported, by servers started from tests too.
@@ -14,6 +15,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Tests that name models which do not exist must not ask a hub about them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# How long an example takes tells of the machine, not of the code.
+settings.register_profile("eyas", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("eyas")
 
 REPO = Path(__file__).parents[1]
 
