@@ -115,6 +115,15 @@ def test_one_number_that_is_not_finite_shows_in_its_scale_alone(
     assert not decode(encode(rows, FP8), FP8, len(state))[1].isfinite().any()
 
 
+def test_every_code_is_read_as_the_number_it_stands_for() -> None:
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    meant = codes.view(torch.float8_e4m3fn).float()
+    for scale in (SMALLEST_SCALE, 1.0, 1 / 3, 2.0**118):
+        state = torch.cat([codes, torch.tensor([scale]).view(torch.uint8)])
+        assert torch.equal(decode(state, FP8, len(codes)), meant * scale)
+        assert torch.equal(decode(state, FP8, len(codes), torch.bfloat16), (meant * scale).bfloat16())
+
+
 @pytest.mark.parametrize("floats", FLOATS)
 def test_zeros_stay_zeros(floats: torch.dtype) -> None:
     stored = encode(torch.zeros(2, 3, 8, dtype=floats), FP8)

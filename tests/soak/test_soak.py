@@ -289,7 +289,7 @@ def refusal(path: Path, request: CaptureRequest) -> str | None:
     parts = [part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for part in (result.aux, result.last)]
     if [field_hash(part) for part in parts] != [result.aux_xxh3, result.last_xxh3]:
         return "checksum-differs"
-    return None if all(map(finite_check("f32"), map(memoryview, parts))) else "not-finite"
+    return None if all(finite_check(SPEC)(memoryview(part)) for part in parts) else "not-finite"
 
 
 def test_a_right_record_is_believed(tmp_path: Path) -> None:

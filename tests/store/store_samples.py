@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from eyas.capture.contract import CaptureSpec
+from eyas.capture.encoding import encode
 from eyas.positions import kept_positions
 from eyas.store.plan import Shard
 from eyas.store.shard_writer import ShardWriter
@@ -29,7 +31,7 @@ def row_contents(row: int, spec: CaptureSpec = SPEC) -> tuple[np.ndarray, np.nda
 
 
 def row_states(row: int, spec: CaptureSpec = SPEC) -> tuple[np.ndarray, np.ndarray]:
-    """aux [T, A, H], last [L, H] as raw numbers of the dtype's width, all finite."""
+    """aux [T, A, H], last [L, H] as raw numbers of the dtype's width (fp8: bytes [.., H + 4]), all finite."""
     tokens, _, positions = row_contents(row, spec)
     rng = np.random.default_rng([2, row])
     made = []
@@ -40,6 +42,8 @@ def row_states(row: int, spec: CaptureSpec = SPEC) -> tuple[np.ndarray, np.ndarr
                 made.append((values.view(np.uint32) >> 16).astype(np.uint16))
             case "f16":
                 made.append(values.astype(np.float16).view(np.uint16))
+            case "fp8_e4m3":
+                made.append(encode(torch.from_numpy(values), spec.dtype).numpy())
             case _:
                 made.append(values.view(np.uint32))
     return made[0], made[1]

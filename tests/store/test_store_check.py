@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_samples import SPEC, contents, open_store, row_contents, row_states, write_store
 
-from eyas.capture.contract import CaptureSpec, field_hash
+from eyas.capture.contract import DTYPES, CaptureSpec, field_hash
 from eyas.errors import StoreError
 from eyas.store.check import ProblemKind, finite_check, verify_shard, verify_store
 from eyas.store.format import Sidecar
@@ -129,7 +131,7 @@ def test_an_index_that_contradicts_itself(store):
         assert kinds(store.root) == [(ProblemKind.STRUCTURE, shard.name, None)]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_states_that_are_not_finite(tmp_path, dtype, value):
     spec = CaptureSpec(SPEC.layers, "all", dtype, 16, 100, 8, "0" * 32)
@@ -139,10 +141,16 @@ def test_states_that_are_not_finite(tmp_path, dtype, value):
         for row in lease.pending:
             aux, last = row_states(row, spec)
             if row == 1:
-                single = np.float32(value).reshape(1).view(np.uint32)
-                last[-1, -1] = {"bf16": single >> 16, "f32": single}.get(
-                    dtype, np.float16(value).reshape(1).view(np.uint16)
-                )[0]
+                single = np.float32(value).reshape(1)
+                match dtype:
+                    case "bf16":
+                        last[-1, -1] = single.view(np.uint32)[0] >> 16
+                    case "f16":
+                        last[-1, -1] = single.astype(np.float16).view(np.uint16)[0]
+                    case "f32":
+                        last[-1, -1] = single.view(np.uint32)[0]
+                    case _:
+                        last[-1, -4:] = single.view(np.uint8)
             lease.put(row, aux, last)
         lease.finish()
     writer.write_manifest()
@@ -162,7 +170,27 @@ def test_finiteness_is_numpys(items, dtype):
         case _:
             raw = (raw.astype(np.uint32) << 16) | 1
             values = raw.view(np.float32)
-    assert finite_check(dtype)(memoryview(raw.tobytes())) == bool(np.isfinite(values).all())
+    spec = replace(SPEC, dtype=dtype)
+    assert finite_check(spec)(memoryview(raw.tobytes())) == bool(np.isfinite(values).all())
+
+
+@settings(deadline=None)
+@given(
+    scales=st.lists(
+        st.sampled_from([0, 1, 0x7F7F_FFFF, 0x7F80_0000, 0x7FC0_0000, 0xFF80_0001, 0x3F80_0000, 0x807F_FFFF])
+    ),
+    hidden_size=st.integers(1, 9),
+    code=st.sampled_from([0x00, 0x7E, 0x7F, 0x80, 0xFF]),
+    cuts=st.lists(st.integers(0, 200), max_size=8),
+)
+def test_finiteness_of_quantised_states_is_that_of_their_scales(scales, hidden_size, code, cuts):
+    """However the bytes come in pieces: a scale may lie across two, and codes may look like the exponent of one."""
+    spec = replace(SPEC, dtype="fp8_e4m3", hidden_size=hidden_size)
+    data = b"".join(bytes([code]) * hidden_size + struct.pack("<I", scale) for scale in scales)
+    edges = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
+    finite = finite_check(spec)
+    found = [finite(memoryview(data)[start:stop]) for start, stop in itertools.pairwise(edges)]
+    assert all(found) == bool(np.isfinite(np.array(scales, "<u4").view("<f4")).all())
 
 
 def test_a_failed_row_that_holds_states_and_a_pending_one(store):

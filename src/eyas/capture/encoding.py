@@ -113,8 +113,22 @@ def decode(stored: torch.Tensor, dtype: str, hidden_size: int, floats: torch.dty
         raise ValueError(f"{list(stored.shape)} of {stored.dtype} are no {dtype} states of {hidden_size} numbers")
     if not is_quantised(dtype):
         return stored if floats is None else stored.to(floats)
-    states = stored[..., :hidden_size].view(_CODE).to(torch.float32).mul_(scales(stored, dtype, hidden_size))
+    codes, scale = stored[..., :hidden_size], scales(stored, dtype, hidden_size)
+    if stored.device.type == "cpu":
+        states = _halves(codes).to(torch.float32).mul_(scale * 256)
+    else:
+        states = codes.view(_CODE).to(torch.float32).mul_(scale)
     return states if floats is None else states.to(floats)
+
+
+def _halves(codes: torch.Tensor) -> torch.Tensor:
+    """1/256 of what e4m3fn codes stand for, as float16, which has the same bits with a wider exponent.
+
+    Several times as fast on a CPU as torch's own conversion, which goes number by number, and as exact. (A code that is
+    no number becomes 480: none is ever beside a finite scale.)
+    """
+    wide = codes.view(torch.int8).to(torch.int16)  # carries the sign into the upper byte
+    return wide.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16)
 
 
 def scales(stored: torch.Tensor, dtype: str, hidden_size: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ from eyas.capture.tensorfile import Layout, parse_header
 from eyas.extract.engine import Captured, CaptureRequest, Failed, Retry
 
 _MAX_HEADER_BYTES: Final = 1 << 20  # tens of thousands of chunks
-_TORCH: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_TORCH: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}
 
 #: What each of the server's refusals means for the row.
 RETRY: Final[Mapping[Refusal, Retry]] = {

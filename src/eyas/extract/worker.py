@@ -105,7 +105,6 @@ class Worker:
         self._cfg = cfg
         self._report = report
         self._window = Window(cfg.window_requests, cfg.window_tokens, window_bytes)
-        self._all_finite = finite_check(spec.dtype)
         self._threads = ThreadPoolExecutor(_STORE_THREADS, thread_name_prefix="eyas-store")
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: list[_OpenShard] = []
@@ -266,7 +265,7 @@ class Worker:
             hashes = field_hash(aux), field_hash(last)
             if hashes != (states.aux_xxh3, states.last_xxh3):
                 return Failed("checksum-differs", "the states changed between the engine and the store")
-            if not all(self._all_finite(part) for part in (*_chunks(aux), *_chunks(last))):
+            if not all(all(map(finite_check(self._spec), _chunks(field))) for field in (aux, last)):
                 return Failed("not-finite", "NaN or Inf among the states")
             writer.put(row, aux, last, hashes)
             return None

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from eyas.capture.contract import field_hash
+from eyas.capture.contract import CaptureSpec, field_hash
 from eyas.capture.folder import read_limited
 from eyas.errors import IntegrityError, StoreError
 from eyas.store.documents import read_sidecar, read_store_info
@@ -101,9 +101,15 @@ class Report:
         )
 
 
-def finite_check(dtype: str) -> Callable[[memoryview], bool]:
-    """A function that tells whether all numbers in a buffer of `dtype` (a key of contract.DTYPES) are finite."""
-    item, exponent = _EXPONENT[dtype]
+def finite_check(spec: CaptureSpec) -> Callable[[memoryview], bool]:
+    """A function that tells whether all states in a buffer are finite.
+
+    It serves one pass over one field of one row (`aux` or `last`), given piece by piece in order: quantised states show
+    it in their scales alone, so where a piece begins matters.
+    """
+    if spec.stored_dtype == "U8":
+        return _FiniteScales(spec.stored_width)
+    item, exponent = _EXPONENT[spec.dtype]
     mask = np.array(exponent, dtype=item)
 
     def finite(data: memoryview) -> bool:
@@ -111,6 +117,29 @@ def finite_check(dtype: str) -> Callable[[memoryview], bool]:
         return not len(values) or bool(np.bitwise_and(values, mask).max() != mask)
 
     return finite
+
+
+class _FiniteScales:
+    """Looks at the float32 behind each state of `width` bytes: at its upper two, which hold the exponent."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._until_top = width - 1  # bytes before the next scale's uppermost one
+        self._previous = 0  # the byte before this piece: a scale may lie across two
+
+    def __call__(self, data: memoryview) -> bool:
+        values = np.frombuffer(data, "u1")
+        if not len(values):
+            return True
+        tops = values[self._until_top :: self._width]
+        below = (
+            values[self._until_top - 1 :: self._width] if self._until_top else values[self._width - 1 :: self._width]
+        )
+        if not self._until_top:
+            below = np.concatenate([np.array([self._previous], dtype="u1"), below])
+        self._until_top = (self._until_top - len(values)) % self._width
+        self._previous = int(values[-1])
+        return not np.any((tops & 0x7F == 0x7F) & (below[: len(tops)] >= 0x80))
 
 
 def row_problems(fd: int, index: ShardIndex, *, finite: bool = True) -> list[Problem]:
@@ -122,7 +151,7 @@ def row_problems(fd: int, index: ShardIndex, *, finite: bool = True) -> list[Pro
         finite: also look for NaN and infinity.
     """
     found: list[Problem] = []
-    name, all_finite = index.shard.name, finite_check(index.spec.dtype)
+    name = index.shard.name
     for position in range(index.shard.rows):
         row, status = index.shard.start + position, int(index.row_status[position])
         start, stop = index.row_offsets[position : position + 2]
@@ -132,7 +161,7 @@ def row_problems(fd: int, index: ShardIndex, *, finite: bool = True) -> list[Pro
         }
         bad: set[str] = set()
         for field in ("aux", "last"):
-            look = _Look(status, all_finite if finite else None)
+            look = _Look(status, finite_check(index.spec) if finite else None)
             hashes[field] = hash_range(fd, *index.span(field, position), look.chunk)
             if status == RowStatus.FAILED:
                 hashes[field] = 0
