@@ -31,9 +31,9 @@ import shlex
 import shutil
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -217,7 +217,7 @@ def warm_up(running: dict[str, Running], work: Path, names: Sequence[str]) -> No
     """The first requests compile kernels, for a minute and more: all servers at once, chunks of all kinds."""
 
     def warm(server: Running, shape: Shape) -> None:
-        lengths = [shape.prompt] * 12 + [min(LONGEST, shape.kv_tokens // 4), SHORTEST, 700]
+        lengths = [shape.prompt] * 12 + [min(LONGEST, shape.kv_tokens // 8), SHORTEST, 700]
         corpus = write_corpus(work / f"warm-{server.name}.parquet", lengths, shape.vocab_size, 99)
         began = time.monotonic()
         for _ in range(2):
@@ -226,59 +226,50 @@ def warm_up(running: dict[str, Running], work: Path, names: Sequence[str]) -> No
             captured(server, corpus, work / f"warm-store-{server.name}")
         print(f"{server.name}: warm after {time.monotonic() - began:.0f} s", flush=True)
 
-    threads = [
-        threading.Thread(target=warm, args=(server, SHAPES[name]))
-        for name in names
-        for server in running.values()
-        if server.name.startswith(f"{name}-")
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(running)) as pool:
+        for job in [
+            pool.submit(warm, server, SHAPES[name])
+            for name in names
+            for server in running.values()
+            if server.name.startswith(f"{name}-")
+        ]:
+            job.result()
 
 
 def touch_ram_disk(folder: Path, size: int) -> None:
-    """Write and remove a file, so that a virtual machine has the memory before it is counted on."""
-    path = folder / "touched"
-    block = bytes(64 << 20)
+    """Write and remove files, so that a virtual machine has the memory before it is counted on."""
+    block, parts = bytes(64 << 20), 8
 
     def fill(part: int) -> None:
-        with path.with_suffix(f".{part}").open("wb") as file:
-            for _ in range(size // 8 // len(block)):
+        with (folder / f"touched.{part}").open("wb") as file:
+            for _ in range(size // parts // len(block)):
                 file.write(block)
 
-    threads = [threading.Thread(target=fill, args=(part,)) for part in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for part in range(8):
-        path.with_suffix(f".{part}").unlink()
+    with ThreadPoolExecutor(parts) as pool:
+        list(pool.map(fill, range(parts)))
+    for part in range(parts):
+        (folder / f"touched.{part}").unlink()
 
 
 def disk_rate(folder: Path, seconds: float = 6.0) -> float:
     """Bytes/s that four threads write to a disk, sync included."""
-    block = np.random.default_rng(0).bytes(8 << 20)
-    until = time.monotonic() + seconds
-    counts = [0] * 4
-
-    def fill(number: int) -> None:
-        with (folder / f"rate.{number}").open("wb") as file:
-            while time.monotonic() < until:
-                file.write(block)
-                counts[number] += len(block)
-            os.fsync(file.fileno())
-
+    block, parts = np.random.default_rng(0).bytes(8 << 20), 4
     began = time.monotonic()
-    threads = [threading.Thread(target=fill, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    rate = sum(counts) / (time.monotonic() - began)
-    for number in range(4):
-        (folder / f"rate.{number}").unlink()
+
+    def fill(part: int) -> int:
+        written = 0
+        with (folder / f"rate.{part}").open("wb") as file:
+            while time.monotonic() < began + seconds:
+                written += file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return written
+
+    with ThreadPoolExecutor(parts) as pool:
+        written = sum(pool.map(fill, range(parts)))
+    rate = written / (time.monotonic() - began)
+    for part in range(parts):
+        (folder / f"rate.{part}").unlink()
     return rate
 
 
@@ -318,7 +309,7 @@ class Bench:
                 case "rounds":
                     self._rounds(shape, rate, "", self._equal(shape, rate, self._args.seconds))
                 case "mixed":
-                    lengths = mixed_lengths(int(rate * self._args.seconds), min(LONGEST, shape.kv_tokens // 4), 5)
+                    lengths = mixed_lengths(int(rate * self._args.seconds), min(LONGEST, shape.kv_tokens // 8), 5)
                     self._rounds(shape, rate, "-mixed", lengths)
                 case "sustained":
                     self._sustained(shape, rate)
