@@ -36,6 +36,7 @@ TOLERANCE = {
     "f32": Tolerance(median=1e-4, worst=1e-3),
     "f16": Tolerance(median=1e-2, worst=0.1, strays=0.02),
     "bf16": Tolerance(median=6e-2, worst=0.3, strays=0.02),
+    "fp8_e4m3": Tolerance(median=7e-2, worst=0.3, strays=0.02),
 }
 #: Strays where a router picks experts: half precision flips near ties, and such a token's states differ altogether.
 ROUTED_STRAYS = 0.2

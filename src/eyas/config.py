@@ -173,8 +173,9 @@ class CaptureConfig(Section):
     """0-based decoder layers whose output is captured; default (1, N//2 - 1, N - 4) for models of 7 layers or more."""
     last: Literal["loss", "all"] = "loss"
     """Where the final state is kept: only the positions that training reads, or all."""
-    dtype: Literal["bf16", "f16", "f32"] = "bf16"
-    """What the states are stored in."""
+    dtype: Literal["bf16", "f16", "f32", "fp8_e4m3"] = "bf16"
+    """What the states are stored in. fp8_e4m3: 8-bit floats and one scale a state, quantised before they leave the
+    device; half the bytes of bf16."""
 
 
 class ServerConfig(Section):

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.capture.contract import CaptureSpec, RequestId
+from eyas.capture.contract import DTYPES, CaptureSpec, RequestId
+from eyas.capture.encoding import decode, encode
 from eyas.extract.engine import Captured, CaptureRequest, Failed, Retry
 from eyas.extract.fake import FakeEngine
 
@@ -35,9 +36,7 @@ def test_bytes_never_change_between_releases() -> None:
     assert (f"{states.aux_xxh3:016x}", f"{states.last_xxh3:016x}") == ("7f027fe6b7693574", "98c4d2f05bd20107")
 
 
-@given(
-    st.lists(st.integers(0, 999), min_size=1, max_size=20), st.integers(0, 50), st.sampled_from(["bf16", "f16", "f32"])
-)
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=20), st.integers(0, 50), st.sampled_from(sorted(DTYPES)))
 @settings(deadline=None, max_examples=50)
 def test_only_tokens_and_seed_matter(tokens: list[int], row: int, dtype: str) -> None:
     spec = replace(SPEC, dtype=dtype)
@@ -45,7 +44,11 @@ def test_only_tokens_and_seed_matter(tokens: list[int], row: int, dtype: str) ->
     other = captured(FakeEngine(spec), request(tokens, row=row + 1, attempt=3))
     assert torch.equal(one.aux, other.aux)
     assert torch.equal(one.last, other.last)
-    assert bool(one.aux.isfinite().all() and one.last.isfinite().all())
+    assert one.aux.shape == spec.aux_shape(len(tokens))
+    for states in (one.aux, one.last):
+        read = decode(states, dtype, spec.hidden_size)
+        assert bool(read.isfinite().all()) and read.unique().numel() > 1
+        assert torch.equal(decode(encode(read, dtype), dtype, spec.hidden_size).isfinite(), read.isfinite())
 
 
 def test_rows_of_equal_length_layers_positions_and_seeds_all_differ() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.capture.contract import CaptureSpec
+from eyas.capture.contract import DTYPES, CaptureSpec
 from eyas.store.format import shard_layout
 from eyas.store.plan import HEADER_BYTES, Plan, Shard, make_plan
 
@@ -24,7 +24,7 @@ def corpora(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return tokens, [draw(st.integers(0, t)) for t in tokens]
 
 
-@given(corpora(), st.integers(1, 60_000), st.sampled_from(["bf16", "f16", "f32"]))
+@given(corpora(), st.integers(1, 60_000), st.sampled_from(sorted(DTYPES)))
 def test_every_row_is_in_exactly_one_shard_in_order_and_within_the_bound(corpus, shard_bytes, dtype):
     tokens, positions = corpus
     spec = CaptureSpec((1, 3), "loss", dtype, 8, 100, 8, "0" * 32)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from store_samples import SPEC, contents, fill, open_store, row_contents, row_states, write_all, write_store
 from torch.utils.data import DataLoader
 
-from eyas.capture.contract import CaptureSpec
+from eyas.capture.contract import DTYPES, CaptureSpec
+from eyas.capture.encoding import STORED_DTYPES, decode
 from eyas.errors import IntegrityError, StoreError
 from eyas.store.documents import describe_store
 from eyas.store.reader import StoreDataset, StoreReader, StoreRow
@@ -23,7 +24,8 @@ from eyas.store.writer import StoreWriter
 
 ROWS, FAILED = 40, {0, 7, 39}
 GOOD = [row for row in range(ROWS) if row not in FAILED]
-WIDTH = {"bf16": torch.uint16, "f16": torch.uint16, "f32": torch.uint32}
+WIDTH = {"bf16": torch.uint16, "f16": torch.uint16, "f32": torch.uint32, "fp8_e4m3": torch.uint8}
+FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "fp8_e4m3": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +54,39 @@ def test_rows_are_the_good_ones_in_order(store):
         assert_row(row)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_shapes_and_contiguity(tmp_path, dtype):
     spec = CaptureSpec(SPEC.layers, "loss", dtype, 16, 100, 8, "0" * 32)
     write_store(tmp_path, 6, spec=spec)
-    for row in StoreReader(tmp_path):
-        assert_row(row, spec)
-        assert (
-            row.aux.dtype
-            == row.last.dtype
-            == {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[dtype]
-        )
+    for row, raw in zip(StoreReader(tmp_path), StoreReader(tmp_path, raw=True), strict=True):
+        assert_row(raw, spec)
+        assert row.aux.dtype == row.last.dtype == FLOATS[dtype]
         assert row.aux.shape == (len(row.tokens), 3, 16)
         assert row.aux.is_contiguous()
         assert (row.tokens.dtype, row.loss_mask.dtype, row.last_index.dtype) == (torch.int32, torch.uint8, torch.int32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("floats", [torch.float32, torch.bfloat16])
+def test_states_are_read_in_the_dtype_that_is_asked_for(tmp_path, dtype, floats):
+    spec = CaptureSpec(SPEC.layers, "all", dtype, 16, 100, 8, "0" * 32)
+    write_store(tmp_path, 6, failing={2}, spec=spec)
+    for row, raw in zip(StoreReader(tmp_path, dtype=floats), StoreReader(tmp_path, raw=True), strict=True):
+        for states, stored in ((row.aux, raw.aux), (row.last, raw.last)):
+            assert stored.dtype == STORED_DTYPES[dtype]
+            assert torch.equal(states, decode(stored, dtype, 16, floats))
+            assert (states.dtype, states.shape) == (floats, (*stored.shape[:-1], 16))
+    with pytest.raises(ValueError, match="raw"):
+        StoreReader(tmp_path, dtype=floats, raw=True)
+
+
+def test_rows_of_a_quantised_store_train_like_any_other(tmp_path):
+    """Through workers, whose rows are sent as they are decoded."""
+    write_store(tmp_path, 6, spec=CaptureSpec(SPEC.layers, "loss", "fp8_e4m3", 16, 100, 8, "0" * 32))
+    here = {row.row: row for row in StoreReader(tmp_path)}
+    for row in DataLoader(StoreDataset(tmp_path), batch_size=None, num_workers=1):
+        assert torch.equal(row.aux, here.pop(row.row).aux)
+    assert not here
 
 
 @given(st.integers(-60, 60), st.integers(-60, 60), st.integers(-3, 3).filter(bool))

@@ -25,7 +25,7 @@ from store_samples import (
     write_store,
 )
 
-from eyas.capture.contract import CaptureSpec, field_hash
+from eyas.capture.contract import DTYPES, CaptureSpec, field_hash
 from eyas.errors import IntegrityError, StoreError
 from eyas.store.check import verify_store
 from eyas.store.format import Sidecar
@@ -616,7 +616,7 @@ def test_a_shard_on_a_volume_that_is_gone_is_not_captured_again(tmp_path):
 
 
 def test_spec_widths(tmp_path):
-    for dtype in ("bf16", "f16", "f32"):
+    for dtype in DTYPES:
         for last in ("loss", "all"):
             spec = CaptureSpec(SPEC.layers, last, dtype, 16, 100, 8, "0" * 32)
             root = tmp_path / f"{dtype}-{last}"

@@ -11,18 +11,20 @@ import numpy.typing as npt
 import torch
 
 from eyas.capture.contract import CaptureSpec, field_hash, token_hash
+from eyas.capture.encoding import STORED_DTYPES
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
 
 Faults = Callable[[CaptureRequest], Failed | None] | Mapping[int, Failed]
 
-_DTYPES: Final = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 #: dtype -> (bits kept, bits set) of 64 random ones, so that every number is finite: sign and mantissa are random, the
-#: exponent is one of 2^-7 .. 2^0.
+#: exponent is one of 2^-7 .. 2^0. (Of fp8, also 0 and 2^-7 .. 2^-10: subnormal codes.)
 _FINITE: Final = {
     "bf16": (0x83FF_83FF_83FF_83FF, 0x3C00_3C00_3C00_3C00),
     "f16": (0x9FFF_9FFF_9FFF_9FFF, 0x2000_2000_2000_2000),
     "f32": (0x83FF_FFFF_83FF_FFFF, 0x3C00_0000_3C00_0000),
+    "fp8_e4m3": (0xBFBF_BFBF_BFBF_BFBF, 0),
 }
+_SCALE: Final = (0x80, 0x3B)  # the upper two bytes of a float32 of 2^-8
 
 
 class FakeEngine:
@@ -80,7 +82,7 @@ class FakeEngine:
         return self._faults(request) if callable(self._faults) else self._faults.get(request.rid.row)
 
     def _states(self, request: CaptureRequest) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """aux [T, A, H * item] and last [L, H * item] as bytes."""
+        """aux [T, A, bytes of a state] and last [L, bytes of a state]."""
         spec, rows = self._spec, len(request.tokens)
         row = int(token_hash(request.tokens), 16)
         aux = np.empty((rows, len(spec.layers), spec.last_bytes_per_position), dtype=np.uint8)
@@ -93,15 +95,19 @@ class FakeEngine:
         return aux, np.concatenate(kept) if kept else every[:0]
 
     def _layer(self, row: int, layer: int, rows: int) -> npt.NDArray[np.uint8]:
-        """[T, H * item] bytes of finite numbers from one random stream."""
+        """[T, bytes of a state] of finite numbers from one random stream."""
         size = rows * self._spec.last_bytes_per_position
         stream = np.random.SFC64(np.random.SeedSequence([self._seed, layer, row]))
         words: Any = stream.random_raw(-(-size // 8))  # the raw stream is what numpy promises never to change
         kept, set_ = _FINITE[self._spec.dtype]
         words &= np.uint64(kept)
         words |= np.uint64(set_)
-        return words.view(np.uint8)[:size].reshape(rows, -1)
+        states = words.view(np.uint8)[:size].reshape(rows, -1)
+        if self._spec.stored_dtype == "U8":
+            states[:, -2] |= _SCALE[0]  # its mantissa stays random
+            states[:, -1] = _SCALE[1]
+        return states
 
 
 def _tensor(data: npt.NDArray[np.uint8], dtype: str) -> torch.Tensor:
-    return torch.from_numpy(data).view(_DTYPES[dtype])
+    return torch.from_numpy(data).view(STORED_DTYPES[dtype])

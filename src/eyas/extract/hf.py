@@ -19,6 +19,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from eyas.capture.contract import CaptureSpec, field_hash
+from eyas.capture.encoding import encode
 from eyas.capture.fingerprint import architecture_of, model_fingerprint
 from eyas.errors import ConfigError, EngineError, first_line
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
@@ -255,10 +256,10 @@ class _Decoder:
     def run(
         self, rows: Sequence[Sequence[int]], layers: Sequence[int], dtype: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """aux [B, T, A, H] and last [B, T, H] in the spec's dtype; row b is right up to its length."""
+        """aux [B, T, A, *] and last [B, T, *] as stored in `dtype`; row b is right up to its length."""
         states, last_BTH = self.states(rows, layers)
-        aux_BTAH = torch.stack([states[layer].to(_DTYPES[dtype]) for layer in layers], dim=2)
-        return aux_BTAH, last_BTH.to(_DTYPES[dtype])
+        aux_BTAH = torch.stack([encode(states[layer], dtype) for layer in layers], dim=2)
+        return aux_BTAH, encode(last_BTH, dtype)
 
     @torch.no_grad()
     def states(

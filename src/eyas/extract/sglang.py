@@ -29,6 +29,7 @@ from eyas.capture.contract import (
     ServerHello,
     token_hash,
 )
+from eyas.capture.encoding import decode
 from eyas.config import ServerConfig
 from eyas.errors import EngineError
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
@@ -275,7 +276,8 @@ class SGLangEngine:
                 hint = "run as the server's user, or serve with a spool mode and group that you belong to"
                 raise EngineError(f"may not read records ({result.detail})", path, hint)
             raise EngineError(f"the probe's record is wrong: {result.reason}", path, result.detail)
-        states = torch.cat([result.aux, result.last.unsqueeze(1)], dim=1)
+        stored = torch.cat([result.aux, result.last.unsqueeze(1)], dim=1)
+        states = decode(stored, live.dtype, live.hidden_size)
         await asyncio.to_thread(self._proof.check, states, live.spec_id, self._client.where)
         try:
             self._inbox.remove(str(request.rid))

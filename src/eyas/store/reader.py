@@ -1,7 +1,7 @@
-"""Reading a store for training: rows as torch tensors that are views of the mapped files.
+"""Reading a store for training: rows as torch tensors, views of the mapped files wherever they are stored as floats.
 
 reader = StoreReader(path)
-row = reader[0]; row.aux            # [T, A, H], nothing copied
+row = reader[0]; row.aux            # [T, A, H], nothing copied; of an fp8 store dequantised
 loader = DataLoader(StoreDataset(reader, seed=0), batch_size=None, num_workers=4)
 """
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from eyas.capture.encoding import STORED_DTYPES, decode, is_quantised
 from eyas.errors import IntegrityError, StoreError
 from eyas.store.documents import read_complete, read_sidecar, read_store_info
 from eyas.store.files import ShardPaths, open_regular
@@ -27,7 +28,6 @@ from eyas.store.format import Sidecar
 from eyas.store.plan import Shard
 from eyas.store.shardfile import read_index
 
-_TORCH: Final = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 # Private and writable, so that torch has a writable buffer while the file cannot change through it; without a reserve,
 # since nobody writes and a shard may be larger than memory. (The mmap module of Python 3.11 does not name the flag.)
 _MAP_NORESERVE: Final = 0x4000
@@ -42,6 +42,7 @@ class StoreRow:
         tokens: [T] int32. loss_mask: [T] uint8.
         aux: [T, A, H], outputs of the spec's layers, ascending.
         last: [L, H], state after the final norm at `last_index`.
+            Both in the reader's dtype; of a raw reader as stored, for `eyas.capture.encoding.decode`.
         last_index: [L] int32, ascending, relative to the row.
     """
 
@@ -56,7 +57,7 @@ class StoreRow:
 class _MappedShard:
     """One shard's tensors over a mapping that lives as long as any of them."""
 
-    def __init__(self, path: Path, shard: Shard, sidecar: Sidecar) -> None:
+    def __init__(self, path: Path, shard: Shard, sidecar: Sidecar, floats: torch.dtype | None) -> None:
         fd = open_regular(path)
         try:
             index = read_index(fd, path)
@@ -70,7 +71,8 @@ class _MappedShard:
             )
         finally:
             os.close(fd)
-        states = _TORCH[index.spec.dtype]
+        states = STORED_DTYPES[index.spec.dtype]
+        self._spec, self._floats = index.spec, floats
         self.start = shard.start
         self.row_offsets = index.row_offsets.tolist()
         self.last_offsets = index.last_offsets.tolist()
@@ -93,10 +95,15 @@ class _MappedShard:
             row=row,
             tokens=self.tokens[tokens],
             loss_mask=self.loss_mask[tokens],
-            aux=self.aux[tokens],
-            last=self.last[kept],
+            aux=self._states(self.aux[tokens]),
+            last=self._states(self.last[kept]),
             last_index=self.last_index[kept] - tokens.start,
         )
+
+    def _states(self, stored: torch.Tensor) -> torch.Tensor:
+        if self._floats is None:
+            return stored
+        return decode(stored, self._spec.dtype, self._spec.hidden_size, self._floats)
 
 
 def _retried(path: Path, sidecar: Sidecar, index_xxh3: int) -> bool:
@@ -123,6 +130,9 @@ class StoreReader:
     Args:
         path: the store's folder.
         max_mapped: most shards kept mapped. Tensors keep their own shard mapped beyond that.
+        dtype: of the rows' states; None is what they are stored in, and bfloat16 for quantised ones. Only states that
+            are stored in it are views of the file.
+        raw: give states as they are stored, so that quantised ones can be decoded elsewhere, on a GPU say.
 
     Attributes:
         spec: the agreement the rows follow.
@@ -134,10 +144,17 @@ class StoreReader:
         IntegrityError: a damaged sidecar, or a shard of another size than it says.
     """
 
-    def __init__(self, path: str | Path, *, max_mapped: int = 64) -> None:
+    def __init__(
+        self, path: str | Path, *, max_mapped: int = 64, dtype: torch.dtype | None = None, raw: bool = False
+    ) -> None:
+        if raw and dtype is not None:
+            raise ValueError("raw states are as they are stored, in no other dtype")
         self.path = Path(path)
         self.info = read_store_info(path)
         self.spec = self.info.spec
+        # bfloat16 rounds quantised states sixteen times as finely as their codes do, and is what training computes in.
+        stored = torch.bfloat16 if is_quantised(self.spec.dtype) else STORED_DTYPES[self.spec.dtype]
+        self._floats = None if raw else dtype or stored
         self._max_mapped = max(1, max_mapped)
         self._mapped: OrderedDict[int, _MappedShard] = OrderedDict()
         names = set(os.listdir(self.path))  # noqa: PTH208
@@ -209,7 +226,7 @@ class StoreReader:
             shard, sidecar = self._shards[at]
             path = self.path / shard.name
             try:
-                mapped = _MappedShard(path, shard, sidecar)
+                mapped = _MappedShard(path, shard, sidecar, self._floats)
             except OSError as error:
                 hint = "is its volume mounted, or was it reopened to retry failed rows?"
                 raise StoreError(f"cannot open shard: {error.strerror}", path, hint) from error

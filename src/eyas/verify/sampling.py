@@ -26,5 +26,5 @@ def coarsest_dtype(reader: StoreReader) -> str:
 
 
 def coarsest(*dtypes: str) -> str:
-    """The one of bf16, f16 and f32 that keeps the fewest bits."""
-    return next(dtype for dtype in ("bf16", "f16", "f32") if dtype in dtypes)
+    """The one of fp8_e4m3, bf16, f16 and f32 that keeps the fewest bits."""
+    return next(dtype for dtype in ("fp8_e4m3", "bf16", "f16", "f32") if dtype in dtypes)

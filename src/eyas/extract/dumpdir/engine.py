@@ -23,6 +23,7 @@ import stamina
 import torch
 
 from eyas.capture.contract import PROBE_ROW, CaptureSpec, RequestId
+from eyas.capture.encoding import encode
 from eyas.config import DumpdirConfig, ServerConfig
 from eyas.errors import ConfigError, EngineError
 from eyas.extract.dumpdir.content import ALTERNATIVES, Evidence, Judge, alike, asked_for, read_evidence
@@ -52,7 +53,6 @@ _PROBES: Final[Mapping[str, int]] = {
     "dump-unfinished": 2,
     "dump-marked-early": 4,
 }
-_DTYPES: Final = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,11 +254,10 @@ class DumpDirEngine:
         return self._judge
 
     def _captured(self, request: CaptureRequest, found: _Found) -> Captured:
-        """The states in the spec's dtype, `last` after the norm and where it is asked for."""
-        dtype = _DTYPES[self._spec.dtype]
+        """The states as the spec stores them, `last` after the norm and where it is asked for."""
         pairs = zip(request.last_runs[0::2], request.last_runs[1::2], strict=True)
-        aux = found.dump.aux.to(dtype).contiguous()
-        last = torch.cat([found.last[start:stop] for start, stop in pairs] or [found.last[:0]]).to(dtype)
+        kept = torch.cat([found.last[start:stop] for start, stop in pairs] or [found.last[:0]])
+        aux, last = encode(found.dump.aux, self._spec.dtype), encode(kept, self._spec.dtype)
         release = functools.partial(self._folder.remove, found.fresh) if self._cfg.remove else lambda: None
         return Captured(aux, last, digest(aux), digest(last), release)
 
