@@ -254,6 +254,26 @@ def test_an_unfinished_store_is_told_to_go_on_not_to_be_deleted(corpus: Path, tm
     assert "for 25 tokens at" in planned, planned
 
 
+def test_serve_and_extract_name_dtypes_alike(model: Path, corpus: Path, tmp_path: Path) -> None:
+    served = run("serve", model, "--set", "serve.sglang_version=0.5.23", "--dtype", "fp8_e4m3")
+    assert '"dtype":"fp8_e4m3"' in served.output
+    assert " --dtype" not in served.output, "SGLang has a flag of this name, with another meaning"
+    planned = run("extract", corpus, tmp_path / "store", "--layers", "1,2", "--dtype", "fp8_e4m3", "--plan")
+    assert (planned.exit_code, "fp8_e4m3" in planned.output) == (0, True)
+    for command in (("serve", model), ("extract", corpus, tmp_path / "store")):
+        refused = run(*command, "--dtype", "fp8")
+        assert (refused.exit_code, "fp8_e4m3" in refused.output) == (2, True)
+
+
+@pytest.mark.parametrize("words", [("--dtype", "bfloat16"), ("--dtype=bfloat16",)])
+def test_what_the_model_computes_in_is_for_sglang(model: Path, words: tuple[str, ...]) -> None:
+    arguments = ("serve", model, "--set", "serve.sglang_version=0.5.23", *words)
+    alone, both = run(*arguments), run(*arguments, "--dtype", "fp8_e4m3")
+    assert '"dtype":"bf16"' in alone.output
+    assert '"dtype":"fp8_e4m3"' in both.output
+    assert alone.output.count(" --dtype bfloat16") == both.output.count(" --dtype bfloat16") == 1
+
+
 def test_serve_and_extract_name_layers_alike(model: Path) -> None:
     result = run("serve", model, "--set", "serve.sglang_version=0.5.23", "--layers", "2,3,5")
     assert '"layers":[2,3,5]' in result.output

@@ -40,6 +40,8 @@ app.add_typer(corpus_app, name="corpus")
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
+_SGLANG_DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
+
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
 Overrides = Annotated[list[str], typer.Option("--set", help="section.key=value; may be repeated.", metavar="KEY=VALUE")]
 
@@ -111,7 +113,7 @@ def prepare(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @_reporting
-def serve(
+def serve(  # noqa: PLR0913, PLR0917  flags are for people
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="The target: a folder or hub id.")],
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
@@ -120,6 +122,14 @@ def serve(
     ),
     layers: Annotated[
         str | None, typer.Option(help="Decoder layers whose outputs are captured, such as 2,30,57; extract's too.")
+    ] = None,
+    dtypes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dtype",
+            help="What states are stored in, extract's too; fp8_e4m3 halves the bytes. SGLang's own go to SGLang.",
+            metavar="bf16|f16|f32|fp8_e4m3",
+        ),
     ] = None,
     quota: Annotated[str | None, typer.Option(help="Most bytes waiting in the spool, such as 16GiB.")] = None,
     run: Annotated[bool, typer.Option("--run", help="Start the server instead of printing the command.")] = False,
@@ -130,7 +140,14 @@ def serve(
 
     Flags that are not ours go to SGLang as they are: `eyas serve MODEL --run --tp 8 --chunked-prefill-size 8192`
     """
-    flags = {"--quota": ("serve.quota_bytes", quota), "--layers": ("capture.layers", layers)}
+    # SGLang's flag of this name says what the model computes in, in other words than ours.
+    computed = [name for name in dtypes or () if name in _SGLANG_DTYPES]
+    stored = [name for name in dtypes or () if name not in _SGLANG_DTYPES]
+    flags = {
+        "--quota": ("serve.quota_bytes", quota),
+        "--layers": ("capture.layers", layers),
+        "--dtype": ("capture.dtype", stored[-1] if stored else None),
+    }
     cfg = eyas.load_config(config, overrides, flags)
     command = eyas.serve_command(
         model,
@@ -145,7 +162,7 @@ def serve(
         python=cfg.serve.python,
         mode=int(cfg.serve.spool_mode, 8),
         group=cfg.serve.spool_group,
-        extra=context.args,
+        extra=[*context.args, *(word for name in computed for word in ("--dtype", name))],
     )
     if command.note:
         err.print(command.note, highlight=False, markup=False, soft_wrap=True)
@@ -171,6 +188,10 @@ def extract(  # noqa: PLR0913, PLR0917  flags are for people
     layers: Annotated[
         str | None, typer.Option(help="Decoder layers whose outputs are captured, such as 2,30,57.")
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="What states are stored in; fp8_e4m3 halves the bytes.", metavar="bf16|f16|f32|fp8_e4m3"),
+    ] = None,
     last: Annotated[
         str | None, typer.Option(help="What such a server dumps as last states.", metavar="pre-norm|post-norm")
     ] = None,
@@ -187,6 +208,7 @@ def extract(  # noqa: PLR0913, PLR0917  flags are for people
     flags = {
         "--dump-dir": ("dumpdir.folder", dump_dir),
         "--layers": ("capture.layers", layers),
+        "--dtype": ("capture.dtype", dtype),
         "--last": ("dumpdir.last", last),
     }
     cfg = eyas.load_config(config, overrides, flags)
