@@ -178,7 +178,10 @@ def serve(  # noqa: PLR0913, PLR0917  flags are for people
 def extract(  # noqa: PLR0913, PLR0917  flags are for people
     corpus: Annotated[Path, typer.Argument(help="What `eyas prepare` wrote: its folder or the .parquet file.")],
     store: Annotated[Path, typer.Argument(help="Folder for the states; an unfinished one is resumed.")],
-    server: Annotated[str | None, typer.Option(help="URL of an `eyas serve` server; else transformers here.")] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of an `eyas serve` server; may be repeated. Without one, transformers here."),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--target", "--model", help="Default: the one the corpus was prepared for.")
     ] = None,

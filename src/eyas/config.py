@@ -179,10 +179,14 @@ class CaptureConfig(Section):
 
 
 class ServerConfig(Section):
-    """The inference server, and the spool it shares with us."""
+    """The inference server, or several, and the spool that each shares with us."""
 
+    urls: tuple[str, ...] = ()
+    """What `eyas extract` asks where no `--server` is given. Several share the rows."""
     spool: Path | None = None
     """Folder the plugin writes records to; default: `eyas-<port>` in shared memory, as `eyas serve` sets it."""
+    spools: tuple[Path, ...] = ()
+    """Instead of `spool` where there are several servers: one folder each, in the servers' order."""
     spool_owner: str | None = None
     """User (name or number) whose spool folder is trusted besides root's, our own, and those of groups we belong to."""
     api_key: SecretStr | None = None
@@ -220,11 +224,11 @@ class ExtractConfig(Section):
     """auto: dumpdir where a dump folder is named, sglang where a server is, else hf. fake: made-up states, to rehearse
     disks and resume."""
     window_requests: Annotated[int, Field(ge=1)] = 32
-    """Rows in flight, per worker."""
+    """Rows in flight, per worker and server."""
     window_tokens: Annotated[int, Field(ge=1)] = 262_144
-    """Tokens in flight, per worker; a longer row goes alone."""
+    """Tokens in flight, per worker and server; a longer row goes alone."""
     window_bytes: Bytes = 2 << 30
-    """Bytes of states in flight, per worker; never more than its share of the server's spool quota."""
+    """Bytes of states in flight, per worker and server; never more than its share of the server's spool quota."""
     attempts: Annotated[int, Field(ge=1, le=50)] = 3
     """Tries before a row is recorded as failed."""
     on_failure: Literal["continue", "stop"] = "continue"

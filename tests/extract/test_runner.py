@@ -227,7 +227,7 @@ def test_a_signal_while_the_server_is_asked(corpus: Path, tmp_path: Path, number
 def test_a_stop_while_the_engine_starts_is_not_forgotten(corpus: Path, tmp_path: Path) -> None:
     cfg = load(overrides=SETTINGS[1:])
     with silent_server() as url:
-        job = Job(corpus, tmp_path / "store", str(model_folder(tmp_path / "model")), url[0], cfg, "session0")
+        job = Job(corpus, tmp_path / "store", str(model_folder(tmp_path / "model")), (url[0],), cfg, "session0")
         work = Work(job, 1, lambda report: None, lambda used: None)
         thread = threading.Thread(target=work.run)
         thread.start()
@@ -238,7 +238,7 @@ def test_a_stop_while_the_engine_starts_is_not_forgotten(corpus: Path, tmp_path:
 
 
 def test_a_stop_before_the_start_starts_nothing(corpus: Path, tmp_path: Path) -> None:
-    job = Job(corpus, tmp_path / "store", "made-up", None, load(overrides=SETTINGS), "session0")
+    job = Job(corpus, tmp_path / "store", "made-up", (), load(overrides=SETTINGS), "session0")
     reports: list[Report] = []
     work = Work(job, 1, reports.append, lambda used: None)
     work.stop()

@@ -17,6 +17,7 @@ from eyas.capture.contract import PROBE_ROW, SPEC_FILE, CaptureReply, CaptureSpe
 from eyas.errors import EngineError
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
 from eyas.extract.fake import FakeEngine
+from eyas.extract.proof import Proof
 from eyas.extract.record import RETRY
 from eyas.extract.sglang import SGLangEngine, check_reply
 
@@ -524,7 +525,8 @@ def test_a_server_that_came_back_with_other_weights_is_another_model(server: Plu
 
     def engine() -> SGLangEngine:
         cfg = server.config()
-        return SGLangEngine(server.url, SPEC, cfg, RUN, SESSION, proof=tmp_path / "probe", transport=server.transport)
+        proof = Proof(tmp_path / "probe")
+        return SGLangEngine(server.url, SPEC, cfg, RUN, SESSION, proof=proof, transport=server.transport)
 
     async def work(engine: SGLangEngine) -> None:
         await engine.reprobe()

@@ -84,7 +84,7 @@ class Bench:
     def __init__(self, corpus: Corpus, folder: Path, engine: FakeEngine, *, shards: int = 1, **settings: object):
         size = 1 << 20 if shards == 1 else ROWS * 40 * 200 // shards  # about 200 bytes a token
         cfg = Config(store=StoreConfig(shard_bytes=size), extract=ExtractConfig(**settings))  # pyright: ignore
-        job = Job(corpus.path, folder / "store", "made-up", None, cfg, "session0")
+        job = Job(corpus.path, folder / "store", "made-up", (), cfg, "session0")
         opened = open_store(job, corpus, EngineInfo(SPEC, {"engine": "fake"}))
         self.store = SlowStore(opened.root, opened.info, {"engine": "fake"})
         self.reports: list[Report] = []

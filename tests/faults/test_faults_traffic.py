@@ -205,7 +205,7 @@ def test_abort_request(new_run: Callable[..., Run], server: Server, whose: str) 
 
 
 def _run_of(run: Run) -> str:
-    return Job(run.corpus, run.store, "", None, run.cfg, "").run
+    return Job(run.corpus, run.store, "", (), run.cfg, "").run
 
 
 # --- those who imitate us ---------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_a_run_with_every_kind_of_failure_keeps_the_key(tmp_path: Path, caplog: 
         engine = SGLangEngine(server.url, SPEC, server.config(), "run00000", "ses00000", transport=server.transport)
         info = await engine.start()
         cfg = load(overrides=["extract.attempts=2", "store.reserve_bytes=0"])
-        job = Job(tmp_path / "corpus.parquet", tmp_path / "store", "m", server.url, cfg, new_session())
+        job = Job(tmp_path / "corpus.parquet", tmp_path / "store", "m", (server.url,), cfg, new_session())
         writer = open_store(job, corpus, info)
         worker = Worker(
             corpus,
@@ -144,7 +144,7 @@ def test_the_command_line_keeps_the_key(refusing: str, status: int, tmp_path: Pa
 @pytest.mark.usefixtures("key_in_environment")
 def test_settings_and_jobs_do_not_show_it() -> None:
     cfg = load(overrides=[f"server.api_key={KEY}"])
-    job = Job(Path("c"), Path("s"), "m", "http://x", cfg, "ses00000")
+    job = Job(Path("c"), Path("s"), "m", ("http://x",), cfg, "ses00000")
     for text in (repr(cfg), str(cfg), repr(job), cfg.model_dump_json(), repr(cfg.model_dump())):
         assert SENTINEL not in text
     assert pickle.loads(pickle.dumps(job)).cfg.server.api_key.get_secret_value() == KEY  # workers get it, by a pipe

@@ -69,7 +69,7 @@ class StoreRun:
     stored_at: list[tuple[set[int], set[str]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.run = Job(self.corpus, self.store, "", None, Config(), "").run
+        self.run = Job(self.corpus, self.store, "", (), Config(), "").run
         self.rows = len(Corpus.open(self.corpus))
 
     def session(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from eyas.extract.fake import FakeEngine
     from eyas.extract.hf import HFEngine
     from eyas.extract.identity import check_tokenizer
+    from eyas.extract.pool import ServerPool, open_servers
     from eyas.extract.sglang import SGLangEngine
     from eyas.target.checkpoint import Target
 
@@ -21,11 +22,22 @@ _HOME = {
     "FakeEngine": "eyas.extract.fake",
     "HFEngine": "eyas.extract.hf",
     "SGLangEngine": "eyas.extract.sglang",
+    "ServerPool": "eyas.extract.pool",
     "Target": "eyas.target.checkpoint",
     "check_tokenizer": "eyas.extract.identity",
+    "open_servers": "eyas.extract.pool",
 }
 
-__all__ = ["DumpDirEngine", "FakeEngine", "HFEngine", "SGLangEngine", "Target", "check_tokenizer"]
+__all__ = [
+    "DumpDirEngine",
+    "FakeEngine",
+    "HFEngine",
+    "SGLangEngine",
+    "ServerPool",
+    "Target",
+    "check_tokenizer",
+    "open_servers",
+]
 
 
 def __getattr__(name: str) -> Any:

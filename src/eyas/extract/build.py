@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import socket
 import string
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError
 from eyas.extract.dumpdir.flags import missing
 from eyas.extract.engine import Engine, EngineInfo, Failed
-from eyas.extract.proof import PROOF_FILE
+from eyas.extract.proof import PROOF_FILE, Proof
 from eyas.positions import kept_counts
 from eyas.store.format import EVENTS_DIR
 from eyas.store.writer import StoreWriter
@@ -35,7 +36,7 @@ class Job:
     Attributes:
         corpus, store: their paths.
         model: the target's folder or hub id.
-        url: the server, for the sglang and dumpdir engines.
+        servers: their URLs, for the sglang engine; the dumpdir engine takes one. Empty: what the settings name.
         session: see `RequestId`.
         tokenizer: what is known of the target's, for the store's provenance.
     """
@@ -43,10 +44,15 @@ class Job:
     corpus: Path
     store: Path
     model: str
-    url: str | None
+    servers: tuple[str, ...]
     cfg: Config
     session: str
     tokenizer: str = ""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers asked, from the flags or else the settings."""
+        return self.servers or self.cfg.server.urls
 
     @property
     def engine(self) -> str:
@@ -57,8 +63,9 @@ class Job:
         """
         folder = self.cfg.dumpdir.folder
         if (named := self.cfg.extract.engine) != "auto":
-            if self.url and named not in ("sglang", "dumpdir"):
-                raise ConfigError(f"the {named} engine has no server", self.url, "leave out --server or extract.engine")
+            if self.urls and named not in ("sglang", "dumpdir"):
+                hint = "leave out --server or extract.engine"
+                raise ConfigError(f"the {named} engine has no server", ", ".join(map(_shown, self.urls)), hint)
             if folder and named != "dumpdir":
                 raise ConfigError(
                     f"the {named} engine reads no dumps", folder, "leave out --dump-dir or extract.engine"
@@ -70,13 +77,19 @@ class Job:
             raise ConfigError(
                 "--last says what dumps hold, and no dump folder is named", "--last", "add --dump-dir, or leave it out"
             )
-        return "sglang" if self.url else "hf"
+        return "sglang" if self.urls else "hf"
 
     @property
     def run(self) -> str:
         """8 characters that name this store on this host: the `run` of its request ids."""
         text = f"{socket.gethostname()}\0{self.store.resolve()}"
         return _short(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+
+
+def _shown(url: str) -> str:
+    """A URL without the user and password in it."""
+    scheme, sign, rest = url.rpartition("://")
+    return scheme + sign + rest.rpartition("@")[2]
 
 
 def new_session() -> str:
@@ -105,12 +118,13 @@ def check_corpus(job: Job, corpus: Corpus) -> tuple[Job, str]:
     return replace(job, tokenizer=known), warning
 
 
-def make_engine(job: Job, share: int = 1) -> Engine:
+def make_engine(job: Job, share: int = 1, say: Callable[[str], None] = lambda text: None) -> Engine:
     """The engine a job names, not yet started.
 
     Args:
         job: what to run.
-        share: how many workers share the server's spool quota.
+        share: how many workers share each server's spool quota.
+        say: takes what the engine has to tell the user.
 
     Raises:
         ConfigError: the target cannot be found, or the settings do not fit it.
@@ -133,21 +147,24 @@ def make_engine(job: Job, share: int = 1) -> Engine:
         case "dumpdir":
             check_dumps(job, share)
             target, spec = _dumped(job)
-            return adapters.DumpDirEngine(job.url or "", target, spec, cfg.dumpdir, cfg.server, job.run, job.session)
+            return adapters.DumpDirEngine(job.urls[0], target, spec, cfg.dumpdir, cfg.server, job.run, job.session)
         case _:
-            if not job.url:
+            if not job.urls:
                 raise ConfigError("the sglang engine needs a server", "extract.engine", "add --server URL")
             spec = target_spec(_target(job, weights=False), cfg)
-            proof = job.store / EVENTS_DIR / PROOF_FILE
-            return adapters.SGLangEngine(job.url, spec, cfg.server, job.run, job.session, share, proof=proof)
+            proof = Proof(job.store / EVENTS_DIR / PROOF_FILE)
+            return adapters.open_servers(job.urls, spec, cfg, job.run, job.session, share, proof=proof, say=say)
 
 
 def check_dumps(job: Job, workers: int) -> None:
     """Raises ConfigError for a dump folder without its server, or with several workers, who would swap their rows."""
     if job.engine != "dumpdir":
         return
-    if not job.url:
+    if not job.urls:
         raise missing("--server")
+    if len(job.urls) > 1:
+        hint = "only `eyas serve` servers can share the rows of one run"
+        raise ConfigError("a dump folder has one server", ", ".join(map(_shown, job.urls)), hint)
     if workers > 1:
         hint = "leave it out: one worker keeps up to extract.window_requests rows of different lengths in flight"
         raise ConfigError("dumps have no identity, so one worker alone may read a dump folder", "--workers", hint)

@@ -80,13 +80,15 @@ class EngineInfo:
         spec: the agreement its records follow.
         provenance: engine, versions, host: kept per shard, never part of identity.
         max_row_tokens: longest row it admits; None when unbounded.
-        spool_bytes: this client's share of the server's spool quota; None when there is no spool.
+        spool_bytes: this client's share of a server's spool quota; None when there is no spool.
+        servers: how many share the work, each with a window and a spool of its own.
     """
 
     spec: CaptureSpec
     provenance: Mapping[str, str] = field(default_factory=dict)
     max_row_tokens: int | None = None
     spool_bytes: int | None = None
+    servers: int = 1
 
 
 class Engine(Protocol):

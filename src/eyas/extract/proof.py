@@ -6,6 +6,7 @@ the same one; but the same few tokens become other states.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,8 @@ _SPEC: Final = "spec_id"
 class Proof:
     """The first probe's states of a run, and of the runs into the same store before it.
 
+    Servers that share a run share it too, and may be probed at once.
+
     Args:
         path: where they are kept once its folder exists; None keeps them for this run only.
     """
@@ -33,6 +36,8 @@ class Proof:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._first: torch.Tensor | None = None
+        self._whose = ""
+        self._lock = threading.Lock()
 
     def check(self, states: torch.Tensor, spec_id: str, where: object) -> None:
         """Compare a probe's states [T, A + 1, H] with the first one's, or keep them where they are the first.
@@ -43,14 +48,19 @@ class Proof:
             EngineError: another model's.
             StoreError: what was kept cannot be read, or these not be kept.
         """
-        states = states.float().contiguous()
+        with self._lock:
+            self._check(states.float().contiguous(), spec_id, where)
+
+    def _check(self, states: torch.Tensor, spec_id: str, where: object) -> None:
         if self._first is None:
             self._first = self._kept(spec_id)
         if self._first is None:
-            self._first = states
+            self._first, self._whose = states, str(where)
         moved = distance(states, self._first) if states.shape == self._first.shape else torch.inf
         if moved > SAME_MODEL:
             told = f"the same tokens' states moved by {moved:.2f} of their size since the first probe"
+            if self._whose not in ("", str(where)):
+                told += f", {self._whose}'s"
             if self._path is not None and self._path.exists():
                 told += f"; should it be the same all the same, remove {self._path}"
             raise EngineError("the server serves another model", where, told)

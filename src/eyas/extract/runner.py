@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def extract(
     *,
     cfg: Config | None = None,
     model: str | None = None,
-    server: str | None = None,
+    server: str | Sequence[str] | None = None,
     workers: int = 1,
     retry_failed: bool = False,
     console: Console | None = None,
@@ -145,7 +146,8 @@ def extract(
         store: the store's folder; made when absent.
         cfg: settings.
         model: the target, a folder or hub id; default: the one the corpus was made for.
-        server: URL of an SGLang server started by `eyas serve`; default: transformers in this process.
+        server: URL of an SGLang server started by `eyas serve`, or several; default: `server.urls` of the settings,
+            and without any, transformers in this process.
         workers: processes, each with its own window.
         retry_failed: try rows again that earlier sessions recorded as failed.
         console: where progress goes.
@@ -156,7 +158,7 @@ def extract(
     """
     with StopSignals() as signals:
         opened = Corpus.open(corpus)
-        job = Job(corpus, store, model or opened.meta.model, server, cfg or Config(), new_session())
+        job = Job(corpus, store, model or opened.meta.model, _urls(server), cfg or Config(), new_session())
         check_dumps(job, workers)
         console = console or Console(stderr=True)
         job, warning = check_corpus(job, opened)
@@ -247,15 +249,24 @@ def _run(
 
 
 def plan(
-    corpus: Path, store: Path, *, cfg: Config | None = None, model: str | None = None, server: str | None = None
+    corpus: Path,
+    store: Path,
+    *,
+    cfg: Config | None = None,
+    model: str | None = None,
+    server: str | Sequence[str] | None = None,
 ) -> Forecast:
     """What `extract` would need; writes nothing. Raises as `extract` does when the engine or store cannot be had."""
     opened = Corpus.open(corpus)
-    job = Job(corpus, store, model or opened.meta.model, server, cfg or Config(), new_session())
+    job = Job(corpus, store, model or opened.meta.model, _urls(server), cfg or Config(), new_session())
     job, _ = check_corpus(job, opened)
     with StopSignals() as signals:
         info = _proven(job, signals)
     return plan_of(job, opened, info, open_store(job, opened, info, dry=True))
+
+
+def _urls(server: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (server,) if isinstance(server, str) else tuple(server or ())
 
 
 def _count_complete(summary: Summary, writer: StoreWriter, corpus: Corpus) -> int:
@@ -343,7 +354,7 @@ def _snapshot(summary: Summary, info: EngineInfo) -> Snapshot:
         tokens=summary.tokens,
         tokens_done=summary.tokens_done,
         failed=summary.failed,
-        spool_quota=info.spool_bytes,
+        spool_quota=info.spool_bytes and info.spool_bytes * info.servers,
     )
 
 

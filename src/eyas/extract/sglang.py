@@ -59,7 +59,7 @@ class SGLangEngine:
         cfg: the server section of the settings.
         run, session: the identity of this run's requests, see RequestId.
         share: clients that divide the server's spool quota.
-        proof: see `Proof`.
+        proof: the first probe's states; engines of one run share it. None is one of its own.
         transport: what carries the requests; None is the network.
 
     Raises:
@@ -75,7 +75,7 @@ class SGLangEngine:
         session: str,
         share: int = 1,
         *,
-        proof: Path | None = None,
+        proof: Proof | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._client = SGLangClient(url, cfg, transport)
@@ -86,13 +86,32 @@ class SGLangEngine:
         self._max_row_tokens: int | None = None
         self._proving = asyncio.Lock()
         self._proofs = 0
-        self._proof = Proof(proof)
+        self._proof = proof or Proof()
         self._proven_ns: int | None = None  # start of the server that the latest probe proved
+
+    @property
+    def where(self) -> str:
+        """The server's URL, without what is secret in it."""
+        return self._client.where
+
+    @property
+    def address(self) -> tuple[str, int, str]:
+        """Host, port and path: those of two URLs of one server are equal."""
+        return self._client.address
 
     @property
     def spool(self) -> Path:
         """Where records are expected."""
         return self._inbox.folder
+
+    @property
+    def spec(self) -> CaptureSpec:
+        """What is captured; as the server told it once it has proven itself."""
+        return self._spec
+
+    def admits(self, tokens: int) -> bool:
+        """Whether the server takes a row of so many tokens."""
+        return self._max_row_tokens is None or tokens <= self._max_row_tokens
 
     async def start(self) -> EngineInfo:
         """Prove server, plugin, agreement and spool by one row through all of them.
@@ -110,7 +129,7 @@ class SGLangEngine:
     async def capture(self, request: CaptureRequest) -> Captured | Failed:
         if not request.tokens:
             return Failed("empty-row", retry=Retry.NEVER)
-        if self._max_row_tokens is not None and len(request.tokens) > self._max_row_tokens:
+        if not self.admits(len(request.tokens)):
             detail = f"{len(request.tokens)} tokens, the server admits {self._max_row_tokens}"
             return Failed("row-too-long", detail, Retry.NEVER)
         try:

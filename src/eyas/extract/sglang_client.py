@@ -19,6 +19,7 @@ from eyas.extract.engine import CaptureRequest, Failed, Retry
 API_KEY_ENV: Final = "EYAS_API_KEY"  # what the settings do not give
 DUPLICATE_RID: Final = "duplicate-rid"
 OTHER_VOCABULARY: Final = "other-vocabulary"
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 _KEEP_ALIVE_S: Final = 2.0
 _SMALL_BYTES: Final = 1 << 20  # a reply with one token and the plugin's word, the model's info
 _LARGE_BYTES: Final = 256 << 20  # log-probabilities of the longest prompts
@@ -56,6 +57,8 @@ class SGLangClient:
         parsed = _parsed(url)
         self.where = str(parsed.copy_with(username=None, password=None)).rstrip("/")
         self.port = parsed.port or (443 if parsed.scheme == "https" else 80)
+        host = "localhost" if parsed.host in _LOOPBACK else parsed.host.lower()
+        self.address = (host, self.port, parsed.path.rstrip("/"))
         # Compressed, a small reply could be a huge one.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         auth = httpx.BasicAuth(parsed.username, parsed.password) if parsed.username else None

@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Most rows, tokens, and bytes of states in flight in one place."""
+
+    requests: int
+    tokens: int
+    size: int
+
+    def hold(self, requests: int, tokens: int, size: int) -> bool:
+        """Whether so much may be in flight."""
+        return requests <= self.requests and tokens <= self.tokens and size <= self.size
 
 
 class Window:

@@ -27,6 +27,7 @@ from eyas.extract.signals import StopSignals, held
 from eyas.extract.worker import Report, Worker
 
 REFRESH_S = 0.25
+_NO_SHARD = -1  # of a report that is only a note
 
 #: Takes what changed.
 News = Callable[[Report], None]
@@ -50,7 +51,7 @@ class Work:
 
     Args:
         job: what to do.
-        share: how many workers share the server's spool.
+        share: how many workers share each server's spool.
         news, tick: called on the worker's event loop.
     """
 
@@ -80,7 +81,7 @@ class Work:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        engine = make_engine(self._job, share=self._share)
+        engine = make_engine(self._job, share=self._share, say=lambda text: self._news(Report(_NO_SHARD, note=text)))
         ticker: asyncio.Task[None] | None = None
         try:
             self._starting = asyncio.create_task(self._start(engine))
@@ -103,7 +104,11 @@ class Work:
         info = await engine.start()
         if clean_stale := getattr(engine, "clean_stale", None):
             await asyncio.to_thread(clean_stale, job.run, lambda session: is_open(log_path(job.store, session)))
-        corpus = Corpus.open(job.corpus)
+        corpus, cfg = Corpus.open(job.corpus), job.cfg.extract
+        more = {
+            "window_requests": cfg.window_requests * info.servers,
+            "window_tokens": cfg.window_tokens * info.servers,
+        }
         self._worker = Worker(
             corpus,
             open_store(job, corpus, info),
@@ -111,8 +116,8 @@ class Work:
             info.spec,
             run=job.run,
             session=job.session,
-            cfg=job.cfg.extract,
-            window_bytes=min(job.cfg.extract.window_bytes, info.spool_bytes or job.cfg.extract.window_bytes),
+            cfg=cfg.model_copy(update=more),
+            window_bytes=min(cfg.window_bytes, info.spool_bytes or cfg.window_bytes) * info.servers,
             report=self._news,
         )
 
