@@ -192,12 +192,12 @@ class Worker:
             if found:  # one line a kind: a power loss may have taken thousands of rows
                 more = f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
                 self._report(Report(shard.index, note=f"{shard.name}: {found[0]}{more}; captured again"))
-        pending = set(writer.pending)
+        pending, failed = set(writer.pending), writer.failed  # each goes over all rows: asked for once
         open_shard = _OpenShard(writer, len(pending))
         self._open.append(open_shard)
-        done = [row for row in rows if row.index not in pending and row.index not in writer.failed]
+        done = [row for row in rows if row.index not in pending and row.index not in failed]
         tokens = sum(len(row.tokens) for row in done)
-        self._report(Report(shard.index, leased=True, rows=len(done), tokens=tokens, failed=len(writer.failed)))
+        self._report(Report(shard.index, leased=True, rows=len(done), tokens=tokens, failed=len(failed)))
         if not pending:
             await self._finish(open_shard)
         return [row for row in rows if row.index in pending], open_shard
