@@ -27,6 +27,24 @@ def cli_page() -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()).strip() + "\n"
 
 
+#: Columns of a capture speed table, by key of its entries.
+_SPEED = {
+    "shape": "shape",
+    "mode": "mode",
+    "prompts": "prompts",
+    "prompt_tokens": "tokens",
+    "plain_tokens_per_s": "plain tokens/s",
+    "eyas_tokens_per_s": "captured tokens/s",
+    "ratio": "ratio",
+    "others_ratio": "others",
+    "bytes_per_token": "bytes a token",
+    "gb_per_s": "GB/s",
+    "rows_verified": "rows verified",
+    "waits": "waits",
+    "retries": "retries",
+}
+
+
 def config_page() -> str:
     """Every setting with its default."""
     lines = [
@@ -52,7 +70,7 @@ def benchmarks_page() -> str:
         "Made by `make docs` from `benchmarks/results/*.json`; nothing here is typed in by hand.",
     ]
     for path in sorted(RESULTS.glob("*.json")):
-        result: dict[str, Any] = json.loads(path.read_text())
+        result = _titled(json.loads(path.read_text()))
         lines += ["", f"## {result['title']}", "", result["what"], ""]
         lines += [f"- {key}: {result[key]}" for key in ("date", "hardware", "versions", "command") if key in result]
         rows: list[dict[str, Any]] = result["rows"]
@@ -62,6 +80,23 @@ def benchmarks_page() -> str:
         if notes := [f"- {note}" for note in result.get("notes", ())]:
             lines += ["", *notes]
     return "\n".join(lines) + "\n"
+
+
+def _titled(result: Any) -> dict[str, Any]:
+    """A result file as a table: those of capture speed are lists of entries, where each says where it was measured."""
+    if isinstance(result, dict):
+        return result
+    return {
+        "title": f"Capture beside plain prefill, {result[0]['gpu']}",
+        "what": "End to end: from the first request to the last shard complete, every row verified. The ratio is the "
+        "median of pairs measured one after the other; `others` is the prefill of requests that are not captured, on "
+        "the capturing server; both over a server as SGLang comes.",
+        "date": ", ".join(sorted({entry["date"] for entry in result})),
+        "hardware": ", ".join(sorted({f"{entry['gpu']}, {entry['cpus']} CPU cores" for entry in result})),
+        "versions": ", ".join(sorted({f"sglang {entry['sglang']}, torch {entry['torch']}" for entry in result})),
+        "command": "; ".join(sorted({entry["command"] for entry in result})),
+        "rows": [{title: entry.get(key) for key, title in _SPEED.items()} for entry in result],
+    }
 
 
 def mutations_page() -> str:
