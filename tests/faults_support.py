@@ -35,7 +35,7 @@ from eyas.extract.runner import Summary, extract
 from eyas.extract.sglang_client import SGLangClient
 from eyas.store.reader import StoreReader
 from eyas.verify import verify
-from servers import Server
+from servers import FAULTS_ENV, Server
 from sglang_cpu.models import VOCAB_SIZE
 
 CHUNK = 64
@@ -44,7 +44,6 @@ LONGEST = CONTEXT - 7
 #: One token below, at and above the chunk size and twice it, and the longest row the server admits.
 EDGES = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, LONGEST - 1, LONGEST)
 SERVER_FLAGS = ("--chunked-prefill-size", str(CHUNK), "--context-length", str(CONTEXT))
-FAULTS_ENV = "EYAS_TEST_FAULTS"
 
 
 def quiet() -> Console:

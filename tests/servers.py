@@ -36,6 +36,7 @@ CPU_ENV = {
     "OMP_NUM_THREADS": "1",  # tiny models: threads that wait for each other on a busy machine cost more than they bring
     "PYTHONUNBUFFERED": "1",
 }
+FAULTS_ENV = "EYAS_TEST_FAULTS"  # see `sglang_cpu/plugin/eyas_fault_injection.py`
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--host", "127.0.0.1"),
     *("--mem-fraction-static", "0.3", "--max-total-tokens", "16384", "--sleep-on-idle"),
@@ -133,6 +134,8 @@ def sglang_server(
     port = port or free_port()
     environment = {**os.environ, **CPU_ENV}
     settings = {"dtype": {"float32": "f32", "bfloat16": "bf16"}[dtype], "spool": folder / "spool"} | settings
+    if FAULTS_ENV in (env or {}):  # writers in a process of their own could not be made to fail
+        settings = {"writers": "threads"} | settings
     command = serve_command(
         str(model),
         layers=layers,

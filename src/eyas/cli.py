@@ -162,6 +162,9 @@ def serve(  # noqa: PLR0913, PLR0917  flags are for people
         python=cfg.serve.python,
         mode=int(cfg.serve.spool_mode, 8),
         group=cfg.serve.spool_group,
+        writers=cfg.serve.writers,
+        writer_threads=cfg.serve.writer_threads,
+        arena_bytes=cfg.serve.arena_bytes or 0,
         extra=[*context.args, *(word for name in computed for word in ("--dtype", name))],
     )
     if command.note:

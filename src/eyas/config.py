@@ -211,6 +211,13 @@ class ServeConfig(Section):
     """Permission bits of record files, octal, in quotes; none that let everybody write."""
     spool_group: str | None = None
     """Group of record files, for a client that runs as another user."""
+    writers: Literal["process", "threads"] = "process"
+    """Who writes records: a process of their own, or threads of the server's (docs/capture-contract.md)."""
+    writer_threads: Annotated[int, Field(ge=1, le=64)] = 4
+    """How many write at once."""
+    arena_bytes: Bytes | None = None
+    """Host memory through which states reach the writers, over all ranks, taken at start; default: 4 GiB on a GPU, 256
+    MiB on a CPU, but room for two forwards and no more than `quota_bytes`."""
     sglang_version: str | None = None
     """Release that will run the command; default: the installed one."""
     python: str | None = None

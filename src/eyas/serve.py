@@ -22,7 +22,14 @@ from typing import Any, Final, NoReturn
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from eyas.capture.contract import DTYPES, LAST_MODES, SETTINGS_ENV, ServerSettings, default_layers
+from eyas.capture.contract import (
+    DTYPES,
+    LAST_MODES,
+    SETTINGS_ENV,
+    WRITER_MODES,
+    ServerSettings,
+    default_layers,
+)
 from eyas.errors import ConfigError
 
 NEWEST_TESTED: Final = "0.5.23"
@@ -114,13 +121,16 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
     python: str | None = None,
     mode: int = 0o600,
     group: str | None = None,
+    writers: str = "process",
+    writer_threads: int = 4,
+    arena_bytes: int = 0,
 ) -> ServeCommand:
     """Plan the server for a target.
 
     Args:
         model: folder, or name on the Hugging Face hub.
         layers: 0-based layers whose output is captured; None takes `contract.default_layers` of the model's config.
-        last, dtype, quota_bytes, mode, group: as in `contract.ServerSettings`.
+        last, dtype, quota_bytes, mode, group, writers, writer_threads, arena_bytes: as in `contract.ServerSettings`.
         spool: folder for finished records, shared by server and client; None is /dev/shm/eyas-<port>.
         port: where the server listens.
         host: address it listens on; a `--host` among `extra` goes before it.
@@ -134,6 +144,8 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
     if last not in LAST_MODES or dtype not in DTYPES:
         choices = f"last: {', '.join(LAST_MODES)}; dtype: {', '.join(DTYPES)}"
         raise ConfigError("unknown capture setting", f"last={last}, dtype={dtype}", choices)
+    if writers not in WRITER_MODES:
+        raise ConfigError("unknown capture setting", f"writers={writers}", f"one of {', '.join(WRITER_MODES)}")
     if quota_bytes < 1:
         raise ConfigError("the spool quota must be positive", f"quota_bytes={quota_bytes}")
     if not 0 < port < 1 << 16:
@@ -152,6 +164,9 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
         quota_bytes=quota_bytes,
         mode=mode,
         group=group,
+        writers=writers,
+        writer_threads=writer_threads,
+        arena_bytes=arena_bytes,
     )
     program = python or (sys.executable if installed else _SOME_PYTHON)
     # Paths that hold from whatever folder the command is pasted into.

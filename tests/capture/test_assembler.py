@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
-import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.capture.assembler import Assembler, Chunk, Record, Refused, kept_slices, take_rows
-from eyas.capture.contract import LAST_PARAM, SPEC_PARAM, CaptureSpec, Refusal, RequestId, count_of, runs_of
+from eyas.capture.assembler import Assembler, Chunk, Record, Refused
+from eyas.capture.contract import LAST_PARAM, SPEC_PARAM, CaptureSpec, Refusal, RequestId
 
 SPEC = CaptureSpec((1, 3), "loss", "bf16", 8, 100, 8, "f" * 32)
 RID = str(RequestId("run00000", "sess0000", 3, 0))
@@ -131,19 +130,48 @@ def test_a_request_that_is_over_is_aborted() -> None:
 
 
 def test_partial_records_are_given_up_when_their_request_goes() -> None:
-    parts = assembler(max_age_s=60)
+    gone: list[str] = []
+    parts = assembler(max_age_s=60, on_drop=lambda record: gone.append(record.rid))
     rids = [str(RequestId("run00000", "sess0000", row, 0)) for row in range(4)]
     owners = [Request() for _ in rids]
     for rid, owner in zip(rids, owners, strict=True):
         assert isinstance(parts.add(chunk(0, 4, owner, rid=rid), now_s=100.0 if rid != rids[3] else 0.0), Record)
     owners[0].over = True
-    assert [record.rid for record in parts.sweep(50.0)] == [rids[0]]
+    parts.sweep(50.0)
+    assert gone == [rids[0]]
     owners[1] = Request()  # the first object under this id dies
     del owner
     gc.collect()
-    assert [record.rid for record in parts.sweep(50.0)] == [rids[1]]
-    assert [record.rid for record in parts.sweep(61.0)] == [rids[3]]
+    parts.sweep(50.0)
+    assert gone == [rids[0], rids[1]]
+    parts.sweep(61.0)
+    assert gone == [rids[0], rids[1], rids[3]]
     assert len(parts) == 1
+
+
+@pytest.mark.parametrize(
+    "next_",
+    [
+        lambda parts, owner: parts.add(chunk(0, 4, owner)),  # begun anew
+        lambda parts, owner: parts.add(chunk(0, 10, Request())),  # another request under the id
+        lambda parts, owner: parts.add(chunk(5, 10, owner)),  # a gap
+        lambda parts, owner: parts.drop(RID),
+        lambda parts, owner: parts.clear(),
+    ],
+)
+def test_whoever_holds_its_rows_hears_of_a_record_that_is_forgotten(next_: Callable[[Assembler, Request], Any]) -> None:
+    gone: list[Record] = []
+    parts, owner = assembler(on_drop=gone.append), Request()
+    first = parts.add(chunk(0, 4, owner))
+    assert gone == []
+    next_(parts, owner)
+    assert gone == [first]
+
+
+def test_no_two_records_have_one_key() -> None:
+    parts, owner = assembler(), Request()
+    records = [parts.add(chunk(0, 4, owner)) for _ in range(3)]
+    assert len({record.key for record in records if isinstance(record, Record)}) == 3
 
 
 def test_records_in_assembly_are_bounded() -> None:
@@ -152,24 +180,3 @@ def test_records_in_assembly_are_bounded() -> None:
     steps = [parts.add(chunk(0, 4, owner, rid=rid)) for rid, owner in zip(rids, owners, strict=True)]
     assert reason(steps[2]) is Refusal.SPOOL_FULL
     assert isinstance(parts.add(chunk(4, 10, owners[0], rid=rids[0])), Record)
-
-
-@given(
-    st.sets(st.integers(0, 29)),
-    st.lists(st.integers(1, 29), max_size=5),
-    st.sampled_from([torch.bfloat16, torch.float32]),
-)
-def test_slices_of_chunks_are_the_positions_in_order(kept: set[int], cuts: list[int], dtype: torch.dtype) -> None:
-    positions = sorted(kept)
-    runs = runs_of(positions)
-    states = torch.arange(30, dtype=torch.float32).unsqueeze(1).expand(30, 4)
-    edges = [0, *sorted(set(cuts)), 30]
-    taken = torch.cat(
-        [
-            take_rows(states[start:stop], kept_slices(runs, start, stop), dtype)
-            for start, stop in itertools.pairwise(edges)
-        ]
-    )
-    assert taken.dtype is dtype
-    assert taken.shape == (count_of(runs), 4)
-    assert torch.equal(taken, states[positions].to(dtype))

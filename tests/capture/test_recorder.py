@@ -28,7 +28,7 @@ from eyas.capture.contract import (
     runs_hash,
     token_hash,
 )
-from eyas.capture.recorder import Recorder
+from eyas.capture.recorder import Recorder, Resources
 from eyas.capture.spool import Spool
 from eyas.capture.tensorfile import parse_header
 
@@ -265,7 +265,7 @@ def test_a_writer_that_cannot_even_say_so_goes_on_with_the_next_record(tmp_path:
 
     spec = CaptureSpec(LAYERS, "loss", "f32", H, 100, 8, "f" * 32)
     spool = Wordless(ServerSettings(layers=LAYERS, spool=str(tmp_path / "spool"), dtype="f32"))
-    recorder = Recorder(spec, spool, threads=1)
+    recorder = Recorder(spec, spool, Resources(threads=1))
     for row in range(2):
         (word,) = send(recorder, row, 4, [], [])
         assert word is not None

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from eyas.capture.assembler import Refused
 from eyas.capture.contract import SPEC_FILE, Refusal, RequestId, ServerSettings
-from eyas.capture.spool import Quota, Spool, parse_name, write_all
+from eyas.capture.spool import Quota, Spool, parse_name
+from eyas.capture.spool_files import write_all
+from spool_support import record_file
 
 
 def rid(row: int) -> str:
@@ -38,7 +40,7 @@ def spool(folder: Path, *, shares: int = 1, clock: Clock | None = None, **change
 
 def publish(to: Spool, row: int, data: bytes) -> Path:
     assert to.reserve(rid(row), len(data)) is None
-    with to.record_file(rid(row)) as descriptor:
+    with record_file(to, rid(row)) as descriptor:
         write_all(descriptor, data)
     return to.folder / f"{rid(row)}.safetensors"
 
@@ -52,7 +54,7 @@ def reason(refused: Refused | None) -> Refusal:
 def test_a_record_appears_whole_and_only_by_rename(tmp_path: Path) -> None:
     to = spool(tmp_path)
     assert to.reserve(rid(0), 4) is None
-    with to.record_file(rid(0)) as descriptor:
+    with record_file(to, rid(0)) as descriptor:
         write_all(descriptor, b"whole")
         assert [path.name for path in tmp_path.iterdir()] == [f".{rid(0)}.tmp"]
     assert [path.name for path in tmp_path.iterdir()] == [f"{rid(0)}.safetensors"]
@@ -62,7 +64,7 @@ def test_a_record_appears_whole_and_only_by_rename(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_nothing_and_frees_its_room(tmp_path: Path) -> None:
     to = spool(tmp_path)
     assert to.reserve(rid(0), 90) is None
-    with pytest.raises(OSError, match="disk"), to.record_file(rid(0)):
+    with pytest.raises(OSError, match="disk"), record_file(to, rid(0)):
         raise OSError("disk")
     assert list(tmp_path.iterdir()) == []
     assert to.used_bytes == 0
@@ -123,7 +125,7 @@ def test_a_record_being_written_is_not_an_orphan(tmp_path: Path) -> None:
     clock = Clock()
     to = spool(tmp_path, clock=clock, orphan_age_s=1.0)
     assert to.reserve(rid(0), 1) is None
-    with to.record_file(rid(0)) as descriptor:
+    with record_file(to, rid(0)) as descriptor:
         write_all(descriptor, b"x")
         clock.now_s += 100
         assert to.remove_orphans() == []
@@ -153,8 +155,7 @@ def test_a_vanished_folder_is_named_and_does_not_raise(tmp_path: Path) -> None:
 def test_a_full_disk_is_named_at_once_after_the_first_failure(tmp_path: Path) -> None:
     to = spool(tmp_path, quota_bytes=1 << 62)
     assert to.reserve(rid(0), 1 << 61) is None
-    with pytest.raises(OSError, match="full"), to.record_file(rid(0)):
-        raise OSError("full")
+    to.fail(rid(0), Refusal.WRITE_FAILED, "full")
     assert reason(to.reserve(rid(1), 1 << 61)) is Refusal.WRITE_FAILED
     publish(to, 2, b"small")
     assert to.reserve(rid(1), 1 << 61) is None  # a write went well again

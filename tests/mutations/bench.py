@@ -37,7 +37,7 @@ from eyas.capture.contract import (
     ServerSettings,
     check_runs,
 )
-from eyas.capture.recorder import TORCH_DTYPES, Recorder
+from eyas.capture.recorder import Recorder, Resources
 from eyas.capture.spool import Spool
 from eyas.capture.tensorfile import parse_header
 from eyas.config import load
@@ -317,8 +317,7 @@ def _spool(spec: CaptureSpec, folder: Path) -> Spool:
 
 
 def _recorder(spec: CaptureSpec, folder: Path) -> Recorder:
-    assert spec.dtype in TORCH_DTYPES
-    return Recorder(spec, _spool(spec, folder), threads=1)
+    return Recorder(spec, _spool(spec, folder), Resources(threads=1))
 
 
 class _Server(ThreadingHTTPServer):

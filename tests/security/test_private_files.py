@@ -39,6 +39,7 @@ from security.hostile import (
     umask,
     wait_for,
 )
+from spool_support import record_file
 
 CODE = Path(eyas.__file__).parent
 UMASKS = [
@@ -189,7 +190,7 @@ def test_a_spool(any_umask: Path) -> None:
 
 def test_records_are_private_while_they_are_written(any_umask: Path) -> None:
     spool = Spool(settings(any_umask / "spool"))
-    with spool.record_file(rid(0)):
+    with record_file(spool, rid(0)):
         assert list(modes(any_umask / "spool")) == [".", f".{rid(0)}.tmp"]
         assert private(any_umask / "spool") == {}
 

@@ -17,12 +17,14 @@ import pytest
 
 from eyas.capture.contract import SPEC_FILE, Refusal, RequestId
 from eyas.capture.folder import create, publish, read_limited
-from eyas.capture.spool import Spool, write_all
+from eyas.capture.spool import Spool
+from eyas.capture.spool_files import write_all
 from eyas.errors import EngineError
 from eyas.extract.engine import CaptureRequest, Failed
 from eyas.extract.inbox import Inbox
 from eyas.extract.record import open_record
 from security.hostile import HELLO, SPEC, STRANGER, as_root, recorder, rid, send, settings, wait_for
+from spool_support import record_file
 
 RACE_S = float(os.environ.get("EYAS_RACE_S", "2"))
 SECRET = b"the victim's own words"
@@ -76,7 +78,7 @@ def test_what_was_planted_under_our_names_is_replaced(plant: Plant, name: str, v
     plant(folder / name, victim.path)
     spool = Spool(settings(folder, mode=0o644))
     spool.write_hello(HELLO.to_json())
-    with spool.record_file(rid(0)) as descriptor:
+    with record_file(spool, rid(0)) as descriptor:
         write_all(descriptor, b"record")
     spool.fail(rid(0), Refusal.WRITE_FAILED, "x")
     victim.check()
@@ -94,7 +96,7 @@ def test_a_file_exchanged_between_creation_and_rename_is_not_published(
     """The race itself, made certain: the temporary name points elsewhere when the record is finished."""
     spool = Spool(settings(tmp_path / "spool"))
     with pytest.raises(OSError, match="another file came under its temporary name"):  # noqa: SIM117
-        with spool.record_file(rid(0)) as descriptor:
+        with record_file(spool, rid(0)) as descriptor:
             write_all(descriptor, b"record")
             (tmp_path / "spool" / f".{rid(0)}.tmp").unlink()
             plant(tmp_path / "spool" / f".{rid(0)}.tmp", victim.path)
@@ -175,7 +177,7 @@ def test_a_thread_that_keeps_swapping_links_into_our_names(victim: Victim, tmp_p
         deadline = time.monotonic() + RACE_S
         while time.monotonic() < deadline:
             try:
-                with spool.record_file(rid(0)) as descriptor:
+                with record_file(spool, rid(0)) as descriptor:
                     write_all(descriptor, b"record" * 50)
                 written += 1
             except OSError:
@@ -214,7 +216,7 @@ def test_a_thread_that_keeps_swapping_the_folder_itself(victim: Victim, tmp_path
         deadline = time.monotonic() + RACE_S
         while time.monotonic() < deadline:
             try:
-                with spool.record_file(rid(1)) as descriptor:
+                with record_file(spool, rid(1)) as descriptor:
                     write_all(descriptor, b"x")
             except OSError:
                 refused += 1

@@ -188,13 +188,24 @@ def test_every_position_may_be_a_run_of_its_own() -> None:
     check_runs([edge for position in range(5) for edge in (position, position + 1)], 5)
 
 
+MEASURED = ("forward_us_p50", "forward_us_p99")
 REPLY = CaptureReply("accepted", "0" * 32, "1" * 32, 3).to_dict()
 
 
 @pytest.mark.parametrize("field", sorted(REPLY))
 @pytest.mark.parametrize("value", [None, True, 1.5, [], {}, ["accepted"], float("nan")], ids=repr)
 def test_a_reply_of_another_type_is_not_taken(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{field} is ill-typed"):
+    if field in MEASURED and value == 1.5:
+        value = "1.5"
+    with pytest.raises(ValueError, match=f"{field} is (ill-typed|no time)"):
+        CaptureReply.from_dict(REPLY | {field: value})
+
+
+@pytest.mark.parametrize("value", [-1.0, float("inf"), -float("inf")])
+@pytest.mark.parametrize("field", MEASURED)
+def test_a_time_is_one(field: str, value: float) -> None:
+    assert getattr(CaptureReply.from_dict(REPLY | {field: 1.5}), field) == 1.5
+    with pytest.raises(ValueError, match=f"{field} is no time"):
         CaptureReply.from_dict(REPLY | {field: value})
 
 

@@ -10,18 +10,18 @@ The rules, for one request id:
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-import torch
 
 from eyas.capture.contract import (
     LAST_PARAM,
     SPEC_PARAM,
     CaptureSpec,
     Refusal,
+    Refused,
     RequestId,
     check_runs,
     count_of,
@@ -29,14 +29,6 @@ from eyas.capture.contract import (
 from eyas.capture.strictjson import shown
 
 MAX_PARTIALS: Final = 1024  # far above what a scheduler has in prefill at once; a bound, not a tuning knob
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """No record will come of this request."""
-
-    reason: Refusal
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +62,10 @@ class Record:
         prompt: T token ids.
         runs: flat runs of the L positions where `last` is kept.
         chunks: [start, stop) of each forward so far, gapless from 0.
-        parts: per chunk the host or device tensors, filled in by whoever copies them.
         bytes: size of the finished record's states.
+        key: no other record of this assembler has it, whatever its id.
+        on_its_way: whether any of its rows have been handed to the writers.
+        dropped: given up: nothing more of it is to be written.
     """
 
     rid: str
@@ -79,9 +73,11 @@ class Record:
     runs: list[int]
     bytes: int
     owner: weakref.ref[Any]
+    key: int = 0
     chunks: list[tuple[int, int]] = field(default_factory=list)
-    parts: list[Any] = field(default_factory=list)
     touched_s: float = 0.0
+    on_its_way: bool = False
+    dropped: bool = False
 
     @property
     def tokens(self) -> int:
@@ -106,6 +102,7 @@ class Assembler:
     Args:
         spec: the agreement every request must name.
         is_over: whether the server is done with a request object (finished or aborted).
+        on_drop: told of every record that is forgotten before it was complete.
         max_partials: most records in assembly at once.
         max_age_s: partial records untouched for longer are given up.
     """
@@ -115,12 +112,15 @@ class Assembler:
         spec: CaptureSpec,
         *,
         is_over: Callable[[Any], bool] = lambda owner: False,
+        on_drop: Callable[[Record], None] = lambda record: None,
         max_partials: int = MAX_PARTIALS,
         max_age_s: float = 600.0,
     ) -> None:
         self._spec = spec
         self._spec_id = spec.spec_id
         self._is_over = is_over
+        self._on_drop = on_drop
+        self._keys = itertools.count(1)
         self._max_partials = max_partials
         self._max_age_s = max_age_s
         self._partials: dict[str, Record] = {}
@@ -131,38 +131,47 @@ class Assembler:
     def add(self, chunk: Chunk, now_s: float = 0.0) -> Record | Refused:
         """Take the next chunk: the record it belongs to (perhaps `complete` now), or why there will be none.
 
-        A refused or complete record is forgotten here; its bytes are the caller's to release.
+        A complete record is forgotten here, and so is one that is refused or begun anew: `on_drop` hears of those.
         """
-        known = self._partials.pop(chunk.rid, None)
+        known = self._partials.get(chunk.rid)
         if known is not None and (chunk.start == 0 or known.owner() is not chunk.owner):
+            self.drop(chunk.rid)
             known = None
         if self._is_over(chunk.owner):
+            self.drop(chunk.rid)
             return Refused(Refusal.ABORTED, "the server is ending this request")
         record = self._begin(chunk) if known is None else known
         if isinstance(record, Refused):
             return record
         if refused := self._misplaced(chunk, record):
+            self.drop(chunk.rid)
             return refused
+        self._partials.pop(chunk.rid, None)
         record.chunks.append((chunk.start, chunk.stop))
         record.touched_s = now_s
         if not record.complete:
             self._partials[chunk.rid] = record
         return record
 
-    def drop(self, rid: str) -> Record | None:
-        """Forget a partial record."""
-        return self._partials.pop(rid, None)
+    def drop(self, rid: str) -> None:
+        """Forget a partial record, if there is one."""
+        if (record := self._partials.pop(rid, None)) is not None:
+            self._on_drop(record)
 
-    def sweep(self, now_s: float) -> list[Record]:
-        """Forget partial records whose request is gone, over, or has not moved for `max_age_s`; returns them."""
+    def sweep(self, now_s: float) -> None:
+        """Forget partial records whose request is gone, over, or has not moved for `max_age_s`."""
         gone = [
-            record
+            record.rid
             for record in self._partials.values()
             if (owner := record.owner()) is None or self._is_over(owner) or now_s - record.touched_s > self._max_age_s
         ]
-        for record in gone:
-            del self._partials[record.rid]
-        return gone
+        for rid in gone:
+            self.drop(rid)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        for rid in list(self._partials):
+            self.drop(rid)
 
     def _begin(self, chunk: Chunk) -> Record | Refused:
         if RequestId.parse(chunk.rid) is None:
@@ -184,7 +193,7 @@ class Assembler:
         if len(self._partials) >= self._max_partials:
             return Refused(Refusal.SPOOL_FULL, f"{len(self._partials)} records in assembly")
         size = self._spec.record_bytes(len(chunk.prompt), count_of(runs))
-        return Record(chunk.rid, chunk.prompt, runs, size, weakref.ref(chunk.owner))
+        return Record(chunk.rid, chunk.prompt, runs, size, weakref.ref(chunk.owner), next(self._keys))
 
     def _runs(self, chunk: Chunk) -> list[int] | Refused:
         tokens = len(chunk.prompt)
@@ -214,14 +223,3 @@ def kept_slices(runs: Sequence[int], start: int, stop: int) -> list[tuple[int, i
     """The part of flat runs inside [start, stop), as slices relative to `start`."""
     pairs = zip(runs[0::2], runs[1::2], strict=True)
     return [(max(a, start) - start, min(b, stop) - start) for a, b in pairs if a < stop and b > start]
-
-
-def take_rows(states: torch.Tensor, slices: Sequence[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor:
-    """Copy the sliced rows of [n, H] into a new contiguous [L, H] tensor of `dtype`, on the tensor's own device."""
-    rows = sum(stop - start for start, stop in slices)
-    taken = torch.empty((rows, *states.shape[1:]), dtype=dtype, device=states.device)
-    filled = 0
-    for start, stop in slices:  # slices, not an index tensor: nothing has to travel to the device
-        taken[filled : filled + stop - start].copy_(states[start:stop])
-        filled += stop - start
-    return taken

@@ -40,6 +40,8 @@ DTYPES: Final[Mapping[str, tuple[str, int]]] = {
 }
 SCALE_BYTES: Final = 4  # one float32 behind the codes of each quantised state
 LAST_MODES: Final = ("loss", "all")
+WRITER_MODES: Final = ("threads", "process")
+MAX_WRITER_THREADS: Final = 64
 MAX_NOTE_BYTES: Final = 64 << 10  # settings, spec.json and failure notes are a few hundred
 _MAX_HEADER_BYTES: Final = 1 << 20  # a record's header lists its chunks
 _MAX_SIZE: Final = 2**31 - 1  # layers, widths, vocabularies
@@ -60,6 +62,14 @@ class Refusal(StrEnum):
     NO_STATES = "no-states"  # the forward brought no hidden states of the agreed shape
     WRITE_FAILED = "write-failed"
     PLUGIN_ERROR = "plugin-error"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No record will come of a request."""
+
+    reason: Refusal
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +289,10 @@ class ServerSettings:
         quota_bytes: most bytes of records waiting there, over all of the server's ranks.
         mode, group: permission bits of record files, and the group they get (None: the server's own).
         orphan_age_s: records nobody fetched are removed after this many seconds.
+        writers: who hashes and writes records: `threads` of the server's own process or a `process` of its own.
+        writer_threads: how many of them, in either.
+        arena_bytes: host memory through which states travel to their files, over all ranks; 0 chooses (see
+            `arena.arena_size`). Allocated at start, and pinned where the server computes on a GPU.
     """
 
     layers: tuple[int, ...]
@@ -289,6 +303,17 @@ class ServerSettings:
     mode: int = 0o600
     group: str | None = None
     orphan_age_s: float = 3600.0
+    writers: str = "process"
+    writer_threads: int = 4
+    arena_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.writers not in WRITER_MODES:
+            raise ValueError(f"writers must be one of {WRITER_MODES}, got {shown(self.writers)}")
+        if not 1 <= self.writer_threads <= MAX_WRITER_THREADS:
+            raise ValueError(f"writer_threads must be from 1 to {MAX_WRITER_THREADS}, got {self.writer_threads}")
+        if self.arena_bytes < 0:
+            raise ValueError(f"arena_bytes must not be negative, got {self.arena_bytes}")
 
     def to_env(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -338,7 +363,11 @@ class ServerHello:
 
 @dataclass(frozen=True, slots=True)
 class CaptureReply:
-    """meta_info["eyas"][0] of a reply: accepted (the record's rename will follow) or refused, by name."""
+    """meta_info["eyas"][0] of a reply: accepted (the record's rename will follow) or refused, by name.
+
+    `forward_us_p50` and `forward_us_p99` say what capture has cost the server's forward thread: percentiles over the
+    last thousand forwards that held rows of ours, 0 before the first.
+    """
 
     status: str  # "accepted" | "refused"
     spec_id: str
@@ -346,9 +375,16 @@ class CaptureReply:
     rows: int
     reason: str = ""  # a Refusal when refused
     detail: str = ""
+    forward_us_p50: float = 0.0
+    forward_us_p99: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward_us_p50", "forward_us_p99"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"not a CaptureReply: {name} is no time")
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}  # asdict would copy every value
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CaptureReply:

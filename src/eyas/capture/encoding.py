@@ -88,6 +88,8 @@ def encode_into(out_view: torch.Tensor, states: torch.Tensor, dtype: str) -> Non
     if not is_quantised(dtype):
         out_view.copy_(states)
         return
+    if states.numel() == 0:  # views of nothing have strides that cannot be viewed further
+        return
     amax = torch.linalg.vector_norm(states, ord=float("inf"), dim=-1, keepdim=True)  # NaN wins, in one reduction
     scale = (amax.float() / _LARGEST).clamp_(min=_SMALLEST_SCALE)
     torch.div(states, scale, out=out_view[..., :hidden_size].view(_CODE))  # in float32, rounded once

@@ -1,75 +1,191 @@
-"""Device to host without stopping the forward.
+"""States from where the server computed them to the host arena, without stopping the forward.
 
-On the forward thread `snapshot` does one copy on the device, on the current stream: the server's outputs may live in
-buffers that its next step overwrites. A writer's `HostCopy` then waits for the snapshot's event and brings it to host
-memory on a stream of its own, through one pinned buffer that it keeps.
+A stage hands out spans: bytes to be filled on the forward's own stream, which then lie in a block of the arena.
+
+    CpuStage     a span is the block itself
+    DeviceStage  a span is in a ring of device memory; one copy a forward brings it to the block, on a stream of its own
+
+The forward thread never waits: `begin`, fill, `send`. Another thread waits in `arrive` and then calls `landed`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Protocol
 
 import torch
 
+from eyas.capture.arena import Arena, Block, Ring
+from eyas.capture.encoding import encode_into
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Rows of one chunk, safe from the server's next step.
+_FEW_SLICES: Final = 8  # from there on, gathering by an index is less work for the forward thread
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """A forward's bytes on their way.
 
     Attributes:
-        tensors: on the device they came from.
-        event: recorded after the copy; None on CPU.
+        bytes: U8 tensor to fill.
+        block: where they will be in the arena; one reader, until whoever takes it on says how many.
+        staged: their place in device memory.
+        copied: event of their copy to the host.
     """
 
-    tensors: tuple[torch.Tensor, ...]
-    event: Any
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes held on an accelerator."""
-        return sum(t.nbytes for t in self.tensors if t.device.type != "cpu")
+    bytes: torch.Tensor
+    block: Block
+    staged: Block | None = None
+    copied: Any = None
 
 
-def snapshot(tensors: tuple[torch.Tensor, ...]) -> Snapshot:
-    """Mark freshly copied device tensors: the event says when they are filled. Call on the forward thread."""
-    device = tensors[0].device
-    if device.type == "cpu":
-        return Snapshot(tensors, None)
-    event = torch.get_device_module(device).Event()
-    event.record()
-    return Snapshot(tensors, event)
+class Stage(Protocol):
+    """Where spans come from; `begin`, `send` and `cancel` are the forward thread's."""
+
+    capacity: int
+
+    def room(self) -> int:
+        """Bytes that `begin` could give now; it can only grow until then."""
+        ...
+
+    def begin(self, size: int) -> Span:
+        """Raises RuntimeError where there is no room."""
+        ...
+
+    def send(self, span: Span) -> None:
+        """The span is filled (or will be, on the current stream): bring it to its block."""
+        ...
+
+    def cancel(self, span: Span) -> None:
+        """Nothing comes of the span."""
+        ...
+
+    def landed(self, span: Span) -> None:
+        """Its bytes are in the block, or never will be: give back the device memory."""
+        ...
 
 
-class HostCopy:
-    """Brings snapshots to host memory; one per writer thread."""
+class CpuStage:
+    """States are in host memory already."""
 
-    def __init__(self) -> None:
-        self._stream: Any = None
-        self._pinned: torch.Tensor | None = None
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        self.capacity = arena.ring.capacity
 
-    def fetch(self, shot: Snapshot) -> tuple[torch.Tensor, ...]:
-        """The snapshot's tensors in host memory. Blocks this thread only."""
-        if shot.event is None:
-            return shot.tensors
-        module = torch.get_device_module(shot.tensors[0].device)
-        if self._stream is None:
-            self._stream = module.Stream(shot.tensors[0].device)
-        with module.stream(self._stream):
-            self._stream.wait_event(shot.event)
-            return tuple(self._through_pinned(tensor) for tensor in shot.tensors)
+    def room(self) -> int:
+        return self._arena.ring.room()
 
-    def _through_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if tensor.nbytes == 0:
-            return host
-        if self._pinned is None or self._pinned.nbytes < tensor.nbytes:
-            self._pinned = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
-        staged = self._pinned[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        staged.copy_(tensor, non_blocking=True)
-        self._stream.synchronize()
-        return host.copy_(staged)
+    def begin(self, size: int) -> Span:
+        block = _taken(self._arena.take(size))
+        return Span(self._memory[block.start : block.start + size], block)
+
+    def send(self, span: Span) -> None:
+        pass
+
+    def cancel(self, span: Span) -> None:
+        self._arena.read(span.block.number)
+
+    def landed(self, span: Span) -> None:
+        pass
+
+
+class DeviceStage:
+    """States are on an accelerator.
+
+    Args:
+        arena: pinned here, for as long as the stage lives.
+        device: theirs.
+        ring_bytes: of device memory to set aside.
+
+    Raises:
+        RuntimeError: no such memory, or the arena cannot be pinned.
+    """
+
+    def __init__(self, arena: Arena, device: torch.device, ring_bytes: int) -> None:
+        self._arena = arena
+        self._module = torch.get_device_module(device)
+        self._ring = Ring(ring_bytes)
+        self._staging = torch.empty(self._ring.capacity, dtype=torch.uint8, device=device)
+        self._stream = self._module.Stream(device)
+        self._host = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        _pin(self._host)
+        weakref.finalize(self, _unpin, self._host).atexit = False  # a process that ends needs no tidying
+        self.capacity = min(self._ring.capacity, arena.ring.capacity)
+
+    def room(self) -> int:
+        return min(self._ring.room(), self._arena.ring.room())
+
+    def begin(self, size: int) -> Span:
+        staged = _taken(self._ring.take(size))
+        try:
+            block = _taken(self._arena.take(size))
+        except RuntimeError:
+            self._ring.give_back(staged)
+            raise
+        return Span(self._staging[staged.start : staged.start + size], block, staged)
+
+    def send(self, span: Span) -> None:
+        filled = self._module.Event()
+        filled.record()
+        with self._module.stream(self._stream):
+            self._stream.wait_event(filled)
+            start = span.block.start
+            self._host[start : start + span.bytes.numel()].copy_(span.bytes, non_blocking=True)
+            span.copied = self._module.Event(blocking=True)  # its waiter sleeps: the cores are the server's
+            span.copied.record()
+
+    def cancel(self, span: Span) -> None:
+        # Work on it may be under way; what comes next in its place is enqueued behind that, on the same streams.
+        self.landed(span)
+        self._arena.read(span.block.number)
+
+    def landed(self, span: Span) -> None:
+        if span.staged is not None:
+            self._ring.give_back(span.staged)
+            span.staged = None
+
+
+def arrive(span: Span) -> None:
+    """Wait until the span's bytes are in its block. Blocks this thread only."""
+    if span.copied is not None:
+        span.copied.synchronize()
+
+
+def take_rows(out: torch.Tensor, rows: torch.Tensor, slices: Sequence[tuple[int, int]], dtype: str | None) -> None:
+    """Write slices of rows one after another into `out`; neighbouring slices go as one.
+
+    Args:
+        out: as many rows as the slices have.
+        rows: [n, ...] on the same device.
+        slices: ascending [start, stop).
+        dtype: as which they are stored, a key of DTYPES; None: in `out`'s own.
+    """
+    joined: list[tuple[int, int]] = []
+    for start, stop in slices:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    if len(joined) > _FEW_SLICES:
+        index = torch.cat([torch.arange(start, stop) for start, stop in joined])
+        if rows.device.type != "cpu":
+            index = index.pin_memory().to(rows.device, non_blocking=True)  # from other memory it might wait
+        _write(out, rows.index_select(0, index), dtype)
+        return
+    filled = 0
+    for start, stop in joined:
+        _write(out[filled : filled + stop - start], rows[start:stop], dtype)
+        filled += stop - start
+
+
+def _write(out: torch.Tensor, rows: torch.Tensor, dtype: str | None) -> None:
+    if dtype is None:
+        out.copy_(rows)
+    else:
+        encode_into(out, rows, dtype)
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
@@ -82,3 +198,24 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     # The address alone would not keep a temporary tensor from being freed.
     window.owner = tensor  # pyright: ignore[reportAttributeAccessIssue]
     return memoryview(window).cast("B")
+
+
+def _taken(block: Block | None) -> Block:
+    if block is None:
+        raise RuntimeError("no room: `room` was not asked")
+    return block
+
+
+def _pin(host: torch.Tensor) -> None:
+    """Copies from the device to it then go by themselves. Raises RuntimeError."""
+    code = int(_runtime().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+    if code:
+        raise RuntimeError(f"{host.nbytes} bytes of host memory cannot be pinned ({code}): lower serve.arena_bytes")
+
+
+def _unpin(host: torch.Tensor) -> None:
+    _runtime().cudaHostUnregister(host.data_ptr())
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()

@@ -1,9 +1,11 @@
-"""One rank's capture: chunks in from the forward thread, records out through writer threads.
+"""One rank's capture: chunks in from the forward thread, records out through writers.
 
-    reply = recorder.capture(chunk, aux, last, ids)     # forward thread: copies on the device, never waits
-    ...                                                 # writers: device to host, hashes, file, rename
+    forward = recorder.forward(aux, last, ids)      # what one forward of the server brought
+    reply = forward.take(chunk, row)                # for each request of ours: decides, copies nothing
+    forward.send()                                  # one copy for all of them, on the forward's own stream
 
-`capture` answers `accepted` once the whole prompt has been seen; the rename that follows is the publication. What goes
+Another thread waits until the states are in the arena and hands them to the writers. `take` answers `accepted` once the
+whole prompt has been seen; that holds when `send` has returned. The rename that follows is the publication. What goes
 wrong later becomes `<rid>.failed`.
 """
 
@@ -14,53 +16,58 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import xxhash
 
-from eyas.capture.assembler import Assembler, Chunk, Record, Refused, kept_slices, take_rows
-from eyas.capture.contract import (
-    RECORD_METADATA,
-    CaptureReply,
-    CaptureSpec,
-    RecordHeader,
-    Refusal,
-    runs_hash,
-    token_hash,
-)
-from eyas.capture.hostcopy import HostCopy, Snapshot, host_bytes, snapshot
-from eyas.capture.spool import Spool, write_all
-from eyas.capture.tensorfile import layout
+from eyas.capture.arena import Arena, arena_size, ring_size
+from eyas.capture.assembler import Assembler, Chunk, Record, kept_slices
+from eyas.capture.contract import CaptureReply, CaptureSpec, Refusal, Refused, ServerSettings, token_hash
+from eyas.capture.cost import ForwardCost
+from eyas.capture.forward import FieldSizes, Share, fill, jobs_of, prompt_bytes, sizes_of
+from eyas.capture.hostcopy import CpuStage, DeviceStage, Span, Stage, arrive
+from eyas.capture.spool import Spool
+from eyas.capture.writer_process import ProcessWriters
+from eyas.capture.writing import Drop, Job, Lost, Part, ThreadWriters, Writers
 
 logger = logging.getLogger(__name__)
 
-TORCH_DTYPES: Final = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-MAX_DEVICE_BYTES: Final = 1 << 30  # snapshots waiting for their host copy; beyond it the server's own memory is at risk
 _IDLE_S: Final = 5.0
+_CPU: Final = torch.device("cpu")
 
 
-@dataclass(slots=True)
-class _Copy:
-    """A chunk's snapshot on its way to the host; slots of `Record.parts` in chunk order."""
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a rank's capture may use.
 
-    record: Record
-    index: int
-    shot: Snapshot
+    Attributes:
+        device: where the states are.
+        forward_tokens: most tokens of a forward; two such forwards fit the device ring.
+        arena_bytes: of host memory for this rank; 0 chooses.
+        writers: a mode of `contract.WRITER_MODES`.
+        threads: of the writers.
+    """
+
+    device: torch.device = _CPU
+    forward_tokens: int = 1024
+    arena_bytes: int = 16 << 20
+    writers: str = "threads"
+    threads: int = 2
+
+    @classmethod
+    def of(cls, settings: ServerSettings, device: torch.device, forward_tokens: int, shares: int) -> Resources:
+        """As the settings say, divided among `shares` ranks."""
+        arena = -(-settings.arena_bytes // shares)
+        return cls(device, forward_tokens, arena, settings.writers, settings.writer_threads)
 
 
-@dataclass(slots=True)
-class _Finish:
-    record: Record
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A forward's states on their way to the arena, and what is to be done with them there."""
 
-
-@dataclass(slots=True)
-class _Lane:
-    """One writer thread's queue. A record stays in one lane, so its jobs run in order."""
-
-    jobs: queue.SimpleQueue[_Copy | _Finish | None] = field(default_factory=queue.SimpleQueue)
-    host: HostCopy = field(default_factory=HostCopy)
+    span: Span
+    jobs: list[Job]
 
 
 class Recorder:
@@ -69,217 +76,261 @@ class Recorder:
     Args:
         spec: the agreement.
         spool: where records go.
+        resources: memory and writers.
         is_over: whether the server is done with a request object.
-        threads: writers.
         clock: monotonic seconds.
+
+    Raises:
+        OSError, RuntimeError: no such memory, or the writers cannot be started.
     """
 
     def __init__(
         self,
         spec: CaptureSpec,
         spool: Spool,
+        resources: Resources | None = None,
         *,
         is_over: Callable[[Any], bool] = lambda owner: False,
-        threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
         self.spec_id = spec.spec_id
         self.spool = spool
-        self._assembler = Assembler(spec, is_over=is_over)
-        self._dtype = TORCH_DTYPES[spec.dtype]
+        self.cost = ForwardCost()
+        resources = resources or Resources()
         self._clock = clock
-        self._lanes = [_Lane() for _ in range(threads)]
-        self._device_bytes = 0
-        self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._work, args=(lane, number == 0), name=f"eyas-writer-{number}", daemon=True)
-            for number, lane in enumerate(self._lanes)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._assembler = Assembler(spec, is_over=is_over, on_drop=self._dropped)
+        on_device = resources.device.type != "cpu"
+        forward_bytes = FieldSizes(spec, resources.forward_tokens, resources.forward_tokens).total
+        self.arena = Arena(arena_size(resources.arena_bytes, forward_bytes, spool.quota_bytes, on_device=on_device))
+        # Before anything of the accelerator is touched: a process is started here.
+        self.writers = self._writers(resources)
+        self.stage: Stage = (
+            DeviceStage(self.arena, resources.device, ring_size(forward_bytes)) if on_device else CpuStage(self.arena)
+        )
+        self._flights: queue.SimpleQueue[_Flight | list[Job] | None] = queue.SimpleQueue()
+        self._carrier = threading.Thread(target=self._carry, name="eyas-carrier", daemon=True)
+        self._carrier.start()
 
     # --- forward thread -----------------------------------------------------------------------------------------------
+
+    def forward(self, aux: torch.Tensor | None, last: torch.Tensor | None, ids: torch.Tensor | None) -> Forward:
+        """Begin with what a forward brought.
+
+        Args:
+            aux: [n, A * H] outputs of the agreed layers, any float dtype; None when the forward brought none.
+            last: [n, H] states after the final norm, or None.
+            ids: [n] token ids the forward was fed, or None.
+        """
+        return Forward(self, aux, last, ids)
 
     def capture(
         self, chunk: Chunk, aux: torch.Tensor | None, last: torch.Tensor | None, ids: torch.Tensor | None
     ) -> CaptureReply | None:
-        """Take one request's rows of one forward.
-
-        Args:
-            chunk: whose rows, and which.
-            aux: [n, A * H] outputs of the agreed layers, any float dtype; None when the forward brought none.
-            last: [n, H] states after the final norm, or None.
-            ids: [n] token ids the forward was fed, or None.
-
-        Returns:
-            The reply once it is known, None while the prompt goes on.
-        """
-        step = self._assembler.add(chunk, self._clock())
-        refused = step if isinstance(step, Refused) else self._take(step, chunk, aux, last, ids)
-        if refused is not None:
-            return self.refuse(chunk.rid, chunk.prompt, refused)
-        assert isinstance(step, Record)
-        if not step.complete:
-            return None
-        reply = CaptureReply("accepted", self.spec_id, token_hash(chunk.prompt), step.tokens)
-        self._lane_of(step).jobs.put(_Finish(step))  # last: nothing after it can fail, so it is never answered with no
+        """A forward of one request only: its reply once it is known, None while the prompt goes on."""
+        forward = self.forward(aux, last, ids)
+        reply = forward.take(chunk, 0)
+        if reply is None or reply.status == "accepted":
+            forward.send()
         return reply
+
+    def add(self, chunk: Chunk) -> Record | Refused:
+        """The record that a chunk belongs to."""
+        if self.writers.failure:
+            self._assembler.drop(chunk.rid)
+            return Refused(Refusal.PLUGIN_ERROR, self.writers.failure)
+        return self._assembler.add(chunk, self._clock())
+
+    def drop(self, record: Record) -> None:
+        """Give up a record, complete or not."""
+        self._assembler.drop(record.rid)
+        self._dropped(record)
 
     def refuse(self, rid: str, prompt: Sequence[int], refused: Refused) -> CaptureReply:
         """Give up a request's record by name."""
         self._assembler.drop(rid)
-        self.spool.release(rid)
         return refusal(self.spec_id, prompt, refused)
 
     def sweep(self) -> None:
         """Release what aborted requests left behind. Cheap when nothing is in assembly."""
         if len(self._assembler):
-            for record in self._assembler.sweep(self._clock()):
-                self.spool.release(record.rid)
+            self._assembler.sweep(self._clock())
 
-    def _take(
-        self,
-        record: Record,
-        chunk: Chunk,
-        aux: torch.Tensor | None,
-        last: torch.Tensor | None,
-        ids: torch.Tensor | None,
-    ) -> Refused | None:
-        rows, width = chunk.stop - chunk.start, self.spec.hidden_size
-        if aux is None or last is None or ids is None:
-            return Refused(Refusal.NO_STATES, "the forward brought no hidden states")
-        want = ((rows, len(self.spec.layers) * width), (rows, width), (rows,))
-        have = (tuple(aux.shape), tuple(last.shape), tuple(ids.shape))
-        if want != have:
-            return Refused(Refusal.NO_STATES, f"aux, last and ids of shapes {have}, expected {want}")
-        if record.fresh and (refused := self.spool.reserve(record.rid, record.bytes)):
-            return refused
-        if aux.device.type != "cpu" and self._device_bytes:  # one chunk alone must always fit
-            size = self.spec.record_bytes(rows, rows)
-            if self._device_bytes + size > MAX_DEVICE_BYTES:
-                return Refused(Refusal.SPOOL_FULL, f"writers are behind by {self._device_bytes} bytes")
-        kept = take_rows(last, kept_slices(record.runs, chunk.start, chunk.stop), self._dtype)
-        shot = snapshot((aux.to(self._dtype, copy=True).contiguous(), kept, ids.clone()))
-        record.parts.append(shot.tensors if shot.event is None else None)
-        if shot.event is not None:
-            with self._lock:
-                self._device_bytes += shot.device_bytes
-            self._lane_of(record).jobs.put(_Copy(record, len(record.parts) - 1, shot))
-        return None
+    def end(self) -> None:
+        """Capture no more: give up what is in assembly; what was accepted is still written."""
+        self._assembler.clear()
 
-    def _lane_of(self, record: Record) -> _Lane:
-        return self._lanes[hash(record.rid) % len(self._lanes)]
+    def fly(self, span: Span, jobs: list[Job]) -> None:
+        """Hand on a forward."""
+        self._flights.put(_Flight(span, jobs))
 
-    # --- writer threads -----------------------------------------------------------------------------------------------
+    def _dropped(self, record: Record) -> None:
+        if record.dropped:
+            return
+        record.dropped = True
+        self.spool.release(record.rid)
+        if record.on_its_way:
+            self._flights.put([Drop(record.key)])
+
+    # --- the other threads --------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish what is queued and stop the writers (a server simply exits)."""
-        for lane in self._lanes:
-            lane.jobs.put(None)
-        for thread in self._threads:
-            thread.join()
+        """Finish what was accepted and stop (a server simply exits)."""
+        self._flights.put(None)
+        self._carrier.join()
+        self.writers.close()
+        self.arena.close()
 
-    def _work(self, lane: _Lane, tends_spool: bool) -> None:
+    def _writers(self, resources: Resources) -> Writers:
+        freed, done, files = self.arena.read, self._done, self.spool.files
+        if resources.writers == "process":
+            return ProcessWriters(self.arena, self.spec, files, freed, done, resources.threads)
+        return ThreadWriters(memoryview(self.arena.memory), self.spec, files, freed, done, resources.threads)
+
+    def _carry(self) -> None:
         tended_s = self._clock()
         while True:
             try:
-                job = lane.jobs.get(timeout=_IDLE_S)
+                job = self._flights.get(timeout=_IDLE_S)
             except queue.Empty:
-                job = ...
+                job = []
             if job is None:
                 return
-            if isinstance(job, _Copy):
-                self._fetch(lane, job)
-            elif isinstance(job, _Finish):
-                self._write(job.record)
-            del job  # while the next one is awaited it would keep a whole chunk in device memory
-            if tends_spool and self._clock() - tended_s > _IDLE_S:
+            try:
+                self.writers.submit(self._landed(job) if isinstance(job, _Flight) else job)
+            except Exception:  # the thread must live
+                logger.exception("eyas: records were not handed to their writers")
+            del job  # while the next one is awaited it would keep what it refers to
+            if self._clock() - tended_s > _IDLE_S:
                 tended_s = self._clock()
                 try:
                     self.spool.remove_orphans()
-                except Exception:  # records of this lane would wait for ever for a thread that died tidying up
+                except Exception:  # records would wait for ever for a thread that died tidying up
                     logger.exception("eyas: orphans not removed")
 
-    def _fetch(self, lane: _Lane, job: _Copy) -> None:
+    def _landed(self, flight: _Flight) -> list[Job]:
+        """The jobs of a forward whose states are in the arena now, or were lost on the way."""
+        jobs, error = flight.jobs, None
         try:
-            job.record.parts[job.index] = lane.host.fetch(job.shot)
-        except Exception as error:  # the thread must live: the error becomes this record's refusal
+            arrive(flight.span)
+        except Exception as caught:  # the thread must live: the error becomes these records' refusal
             logger.exception("eyas: host copy failed")
-            job.record.parts[job.index] = error
-        finally:
-            with self._lock:
-                self._device_bytes -= job.shot.device_bytes
+            error = repr(caught)[:200]
+        self.stage.landed(flight.span)
+        if error is None:
+            return jobs
+        for job in jobs:
+            if isinstance(job, Part):
+                self.arena.read(job.block)
+        return [Lost(job.key, error) if isinstance(job, Part) else job for job in jobs]
 
-    def _write(self, record: Record) -> None:
+    def _done(self, key: int, rid: str, refused: Refused | None) -> None:
+        """A writer's word on a record."""
         try:
-            refused = write_record(record, self.spec, self.spool)
-        except OSError as error:
-            logger.warning("eyas: record %s not written: %s", record.rid, error)
-            refused = Refused(Refusal.WRITE_FAILED, str(error))
-        except Exception as error:  # as above: one record's fault must not stop the others
-            logger.exception("eyas: record %s not written", record.rid)
-            refused = Refused(Refusal.PLUGIN_ERROR, repr(error))
-        record.parts.clear()
+            if refused is None:
+                self.spool.published(rid)
+            else:
+                self.spool.fail(rid, refused.reason, refused.detail)
+        except Exception:  # its thread must live; the client's deadline says so too
+            logger.exception("eyas: no word of %s (%d)", rid, key)
+
+
+class Forward:
+    """The own requests of one forward of the server."""
+
+    def __init__(
+        self, recorder: Recorder, aux: torch.Tensor | None, last: torch.Tensor | None, ids: torch.Tensor | None
+    ) -> None:
+        self._recorder = recorder
+        self._brought = aux, last, ids
+        self._shares: list[Share] = []
+        self._rows = self._kept = 0
+
+    def take(self, chunk: Chunk, row: int) -> CaptureReply | None:
+        """Take a request's rows.
+
+        Args:
+            chunk: whose rows, and which.
+            row: where they begin in what the forward brought.
+
+        Returns:
+            The reply once it is known, None while the prompt goes on. It is true once `send` has returned.
+        """
+        record = self._recorder.add(chunk)
+        if isinstance(record, Refused):
+            return refusal(self._recorder.spec_id, chunk.prompt, record)
+        refused = self._misfit(record, chunk, row)
+        if refused is None and record.fresh:
+            refused = self._recorder.spool.reserve(record.rid, record.bytes)
         if refused is not None:
-            self._fail(record.rid, refused)
+            self._recorder.drop(record)
+            return refusal(self._recorder.spec_id, chunk.prompt, refused)
+        rows = chunk.stop - chunk.start
+        share = Share(record, chunk.start, row, rows, kept_slices(record.runs, chunk.start, chunk.stop))
+        share.asked = token_hash(prompt_bytes(chunk.prompt)) if record.complete else ""
+        self._shares.append(share)
+        self._rows += rows
+        self._kept += share.kept
+        if not record.complete:
+            return None
+        cost = self._recorder.cost
+        return CaptureReply(
+            "accepted",
+            self._recorder.spec_id,
+            share.asked,
+            record.tokens,
+            forward_us_p50=cost.p50_us,
+            forward_us_p99=cost.p99_us,
+        )
 
-    def _fail(self, rid: str, refused: Refused) -> None:
+    def send(self) -> None:
+        """Copy the rows that were taken, and hand them on. Raises where that fails; then call `abandon`."""
+        shares = [share for share in self._shares if not share.record.dropped]
+        if not shares:
+            return
+        stage, sizes = self._recorder.stage, sizes_of(self._recorder.spec, shares)
+        span = stage.begin(sizes.total)
         try:
-            self.spool.fail(rid, refused.reason, refused.detail)
-        except Exception:  # as above; the client's deadline says so too
-            logger.exception("eyas: no word of %s, which was not written", rid)
+            fill(span.bytes, self._recorder.spec, shares, sizes, *self._brought)
+            stage.send(span)
+            jobs = jobs_of(span.block, self._recorder.spec, shares, sizes)
+        except BaseException:
+            stage.cancel(span)
+            raise
+        span.block.readers = len(shares)
+        self._recorder.fly(span, jobs)  # last: nothing after it can fail, so nothing accepted is answered with no
+        for share in shares:
+            share.record.on_its_way = True
+        self._shares = []
+
+    def abandon(self, rid: str | None = None) -> None:
+        """Give up what was taken and not sent: of one request, or of all."""
+        for share in self._shares:
+            if rid in (None, share.record.rid):
+                self._recorder.drop(share.record)
+
+    def _misfit(self, record: Record, chunk: Chunk, row: int) -> Refused | None:
+        """Why the rows cannot be taken."""
+        spec, rows = self._recorder.spec, chunk.stop - chunk.start
+        aux, last, ids = self._brought
+        if aux is None or last is None or ids is None:
+            return Refused(Refusal.NO_STATES, "the forward brought no hidden states")
+        width = len(spec.layers) * spec.hidden_size
+        have = tuple(aux.shape), tuple(last.shape), tuple(ids.shape)
+        want = (row + rows, width), (row + rows, spec.hidden_size), (row + rows,)
+        if any(len(h) != len(w) or h[0] < w[0] or h[1:] != w[1:] for h, w in zip(have, want, strict=True)):
+            return Refused(Refusal.NO_STATES, f"aux, last and ids of shapes {have}, expected {want} or more rows")
+        kept = sum(stop - start for start, stop in kept_slices(record.runs, chunk.start, chunk.stop))
+        if (alone := FieldSizes(spec, rows, kept).total) > self._recorder.stage.capacity:
+            text = f"{rows} tokens in one forward take {alone} bytes of {self._recorder.stage.capacity}"
+            return Refused(Refusal.ROW_TOO_LARGE, f"{text}: raise serve.arena_bytes or lower the chunked prefill size")
+        size = FieldSizes(spec, self._rows + rows, self._kept + kept).total
+        if size > (room := self._recorder.stage.room()):
+            return Refused(Refusal.SPOOL_FULL, f"writers are behind: room for {room} bytes of this forward's {size}")
+        return None
 
 
 def refusal(spec_id: str, prompt: Sequence[int], refused: Refused) -> CaptureReply:
     """The reply that says no; `spec_id` is empty where no spec was agreed."""
-    return CaptureReply("refused", spec_id, token_hash(prompt), len(prompt), str(refused.reason), refused.detail)
-
-
-def write_record(record: Record, spec: CaptureSpec, spool: Spool) -> Refused | None:
-    """Check, hash and publish a complete record whose parts are on the host.
-
-    Returns:
-        Why it was not published, where the forwards were fed other tokens than the request's.
-
-    Raises:
-        OSError: the spool could not take it.
-    """
-    for part in record.parts:
-        if isinstance(part, Exception):
-            raise part
-    aux, last, ids = (list(column) for column in zip(*record.parts, strict=True))
-    fed = token_hash(bytes(host_bytes(torch.cat(ids).to(torch.int32))))
-    asked = token_hash(record.prompt)
-    if fed != asked:
-        return Refused(Refusal.TOKENS_DIFFER, f"the forwards were fed {fed}, the request is {asked}")
-    header = RecordHeader(
-        rid=record.rid,
-        spec_id=spec.spec_id,
-        tokens=fed,
-        rows=record.tokens,
-        positions=record.positions,
-        runs=f"{runs_hash(record.runs):016x}",
-        chunks=[list(chunk) for chunk in record.chunks],
-        aux=_field_hash(aux),
-        last=_field_hash(last),
-    )
-    plan = layout(
-        [
-            ("aux", spec.stored_dtype, spec.aux_shape(record.tokens)),
-            ("last", spec.stored_dtype, spec.last_shape(record.positions)),
-        ],
-        {RECORD_METADATA: header.to_json()},
-    )
-    with spool.record_file(record.rid) as descriptor:
-        write_all(descriptor, plan.header)
-        for tensor in (*aux, *last):
-            write_all(descriptor, host_bytes(tensor))
-    return None
-
-
-def _field_hash(parts: list[torch.Tensor]) -> str:
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(host_bytes(part))
-    return digest.hexdigest()
+    tokens = token_hash(prompt_bytes(prompt))
+    return CaptureReply("refused", spec_id, tokens, len(prompt), str(refused.reason), refused.detail)

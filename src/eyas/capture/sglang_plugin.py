@@ -21,9 +21,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -32,20 +32,21 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput  # pyright:
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
 
-from eyas.capture.assembler import Chunk, Refused
+from eyas.capture.assembler import Chunk
 from eyas.capture.contract import (
     REPLY_KEY,
     SETTINGS_ENV,
     CaptureReply,
     CaptureSpec,
     Refusal,
+    Refused,
     ServerHello,
     ServerSettings,
     is_own_rid,
 )
 from eyas.capture.fingerprint import architecture_of, model_fingerprint, norm_key
 from eyas.capture.hostcopy import host_bytes
-from eyas.capture.recorder import Recorder, refusal
+from eyas.capture.recorder import Forward, Recorder, Resources, refusal
 from eyas.capture.spool import Spool
 
 logger = logging.getLogger(__name__)
@@ -119,21 +120,28 @@ class Plugin:
 
     def after_forward(self, result: Any, worker: Any, batch: Any = None, *_: Any, **__: Any) -> None:
         """Hand over the rows of own requests in prefill."""
+        began_s = time.perf_counter()
         try:
             if self._silent or batch is None or worker.is_draft_worker:
                 return
             self._sweep()  # first: what an aborted request had reserved may be what the next one needs
             if batch.forward_mode.is_extend() and any(is_own_rid(request.rid) for request in batch.reqs):
                 self._capture(result, batch)
+                if self.recorder is not None:
+                    self.recorder.cost.add(time.perf_counter() - began_s)
         except Exception as error:  # noqa: BLE001 - never raise into the server
             self._log_once("forward", error)
 
     def before_weights_change(self, *_: Any, **__: Any) -> None:
         """Whatever comes of it, the agreement names the weights of before; records already accepted are of those."""
-        if self.recorder is not None:
-            logger.warning("eyas: the weights are being replaced: capture ends")
-        self.recorder, self._failed = None, True
+        recorder, self.recorder, self._failed = self.recorder, None, True
         self.failure = "capture is off: the weights were replaced in the running server; restart it"
+        try:
+            if recorder is not None:
+                logger.warning("eyas: the weights are being replaced: capture ends")
+                recorder.end()
+        except Exception as error:  # noqa: BLE001 - never raise into the server
+            self._log_once("end", error)
 
     # --- capture ------------------------------------------------------------------------------------------------------
 
@@ -145,31 +153,53 @@ class Plugin:
             self._log_once("sweep", error)
 
     def _capture(self, result: Any, batch: Any) -> None:
+        """Take the rows of own requests, then answer: an answer is true once the rows are on their way."""
+        forward: Forward | None = None
+        answers: list[tuple[Any, dict[str, Any]]] = []
         try:
-            for share in own_shares(result, batch):
-                self._answer(share.request, share.capture)
+            if self.recorder is not None:
+                forward = self.recorder.forward(*states_of(result, batch))
+            for share in own_shares(batch):
+                self._answer(share, forward, answers)
+            if forward is not None:
+                forward.send()
         except Exception as error:  # noqa: BLE001 - never raise into the server
             self._log_once("batch", error)
-            for request in batch.reqs:
-                if is_own_rid(request.rid) and not has_reply(request):
-                    self._answer(request, partial(_give_up, request, _plugin_error(error)))
+            if forward is not None:
+                forward.abandon()
+            answers = [
+                (request, self._refusal(request, _plugin_error(error)).to_dict())
+                for request in batch.reqs
+                if is_own_rid(request.rid) and not has_reply(request)
+            ]
+        for request, reply in answers:
+            # On the request, not on the batch's output: other users' requests must not even get an empty entry.
+            request.customized_info = {**(request.customized_info or {}), REPLY_KEY: [reply]}
 
-    def _answer(self, request: Any, capture: Callable[[Recorder], CaptureReply | None]) -> None:
-        """Put the reply, if there is one yet, on the request.
+    def _answer(self, share: Share, forward: Forward | None, answers: list[tuple[Any, dict[str, Any]]]) -> None:
+        """Take a request's rows; the reply, if there is one yet, goes to `answers`."""
+        request = share.request
+        try:
+            if forward is None:
+                reply = self._refusal(request, Refused(Refusal.PLUGIN_ERROR, self.failure))
+            elif named := beyond_tokens(request):
+                text = f"its states depend on more than its token ids: {named}"
+                reply = self._refusal(request, Refused(Refusal.BAD_REQUEST, text))
+            else:
+                reply = share.take(forward)
+            told = None if reply is None else reply.to_dict()
+        except Exception as error:  # noqa: BLE001 - never raise into the server
+            self._log_once("capture", error)
+            if forward is not None:
+                forward.abandon(request.rid)
+            told = self._refusal(request, _plugin_error(error)).to_dict()
+        if told is not None:
+            answers.append((request, told))
 
-        On the request, not on the batch's output: other users' requests must not even get an empty entry.
-        """
+    def _refusal(self, request: Any, refused: Refused) -> CaptureReply:
         if self.recorder is None:
-            refused = Refused(Refusal.PLUGIN_ERROR, self.failure)
-            reply = refusal("", request.origin_input_ids, refused)
-        else:
-            try:
-                reply = capture(self.recorder)
-            except Exception as error:  # noqa: BLE001 - never raise into the server
-                self._log_once("capture", error)
-                reply = _give_up(request, _plugin_error(error), self.recorder)
-        if reply is not None:
-            request.customized_info = {**(request.customized_info or {}), REPLY_KEY: [reply.to_dict()]}
+            return refusal("", request.origin_input_ids, refused)
+        return self.recorder.refuse(request.rid, request.origin_input_ids, refused)
 
     # --- start --------------------------------------------------------------------------------------------------------
 
@@ -180,7 +210,11 @@ class Plugin:
         if not checked and len(self.settings.layers) == 1:
             raise ValueError("a single layer of this model cannot be told from its last state: capture two or more")
         spec = spec_of(model, worker.model_config.hf_text_config, self.settings)
-        spool = Spool(self.settings, shares=_data_parallel_ranks(worker))
+        ranks = _data_parallel_ranks(worker)
+        spool = Spool(self.settings, shares=ranks)
+        device = next(model.parameters()).device
+        tokens = forward_tokens(worker.server_args, max_req_input_len)
+        resources = Resources.of(self.settings, device, tokens, ranks)
         hello = ServerHello(
             spec=spec.to_dict(),
             spec_id=spec.spec_id,
@@ -188,7 +222,7 @@ class Plugin:
             max_row_tokens=max_req_input_len - 1,  # SGLang refuses prompts of this length or more
             quota_bytes=self.settings.quota_bytes,
         )
-        recorder = Recorder(spec, spool, is_over=is_over)
+        recorder = Recorder(spec, spool, resources, is_over=is_over)
         spool.write_hello(hello.to_json())
         logger.info("eyas: capturing %s into %s", spec.to_dict(), spool.folder)
         return recorder
@@ -207,19 +241,16 @@ class Plugin:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """An own request's part of one forward: positions [start, stop), and its rows of aux, last and token ids."""
+    """An own request's part of one forward: positions [start, stop), and the row where they begin."""
 
     request: Any
     start: int
     stop: int
-    rows: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+    row: int
 
-    def capture(self, recorder: Recorder) -> CaptureReply | None:
-        """Hand it to the recorder."""
+    def take(self, forward: Forward) -> CaptureReply | None:
+        """Hand it over."""
         request = self.request
-        if named := beyond_tokens(request):
-            refused = Refused(Refusal.BAD_REQUEST, f"its states depend on more than its token ids: {named}")
-            return _give_up(request, refused, recorder)
         chunk = Chunk(
             rid=request.rid,
             start=self.start,
@@ -229,7 +260,7 @@ class Share:
             owner=request,
             retractions=request.retraction_count,
         )
-        return recorder.capture(chunk, *self.rows)
+        return forward.take(chunk, self.row)
 
 
 def beyond_tokens(request: Any) -> str:
@@ -237,33 +268,31 @@ def beyond_tokens(request: Any) -> str:
     return ", ".join(name for name in _BEYOND_TOKENS if getattr(request, name, None) is not None)
 
 
-def own_shares(result: Any, batch: Any) -> Iterator[Share]:
-    """The own requests of a prefill batch that are still without a reply. Rows may end in padding."""
+def states_of(result: Any, batch: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """What a forward brought: aux, last and token ids of all of its rows, None where any is missing."""
     output = result.logits_output
     aux = getattr(output, "hidden_states", None)
     last = getattr(output, "last_hidden_states", None)
     if getattr(output, "hidden_states_token_indices", None) is not None:
         aux = None  # rows of a subset of the tokens only
     # Fewer rows than tokens: some were left out, and those that are there may be anybody's.
-    aux, last, fed = (
-        None if rows is None or rows.shape[0] < sum(batch.extend_lens) else rows
-        for rows in (aux, last, batch.input_ids)
-    )
+    tokens = sum(batch.extend_lens)
+    aux, last, fed = (None if rows is None or rows.shape[0] < tokens else rows for rows in (aux, last, batch.input_ids))
+    return aux, last, fed
+
+
+def own_shares(batch: Any) -> Iterator[Share]:
+    """The own requests of a prefill batch that are still without a reply. Rows may end in padding."""
     decoding = {id(request) for request in batch.decoding_reqs or ()}
     row = 0
     for request, length, prefix in zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True):
         if is_own_rid(request.rid) and id(request) not in decoding and not has_reply(request):
-            aux_rows, last_rows, ids = (None if t is None else t[row : row + length] for t in (aux, last, fed))
-            yield Share(request, prefix, prefix + length, (aux_rows, last_rows, ids))
+            yield Share(request, prefix, prefix + length, row)
         row += length
 
 
 def _plugin_error(error: Exception) -> Refused:
     return Refused(Refusal.PLUGIN_ERROR, f"{type(error).__name__}: {error}"[:200])
-
-
-def _give_up(request: Any, refused: Refused, recorder: Recorder) -> CaptureReply:
-    return recorder.refuse(request.rid, request.origin_input_ids, refused)
 
 
 # --- hooks without state ----------------------------------------------------------------------------------------------
@@ -372,6 +401,14 @@ def _set_layers(model: Any, layers: Sequence[int], depth: int) -> None:
             setter(list(layers))
             return
     raise ValueError(f"{type(model).__name__} cannot keep hidden states of its layers")
+
+
+def forward_tokens(server_args: Any, max_req_input_len: int) -> int:
+    """Most prompt tokens of one forward: what chunked prefill allows, or else one whole prompt at least."""
+    chunk = int(getattr(server_args, "chunked_prefill_size", 0) or 0)
+    if chunk > 0:
+        return chunk
+    return max(int(getattr(server_args, "max_prefill_tokens", 0) or 0), max_req_input_len)
 
 
 def _data_parallel_ranks(worker: Any) -> int:

@@ -1,35 +1,30 @@
 """The spool: a folder in RAM-backed storage where finished records wait for their client.
 
     Quota    how many bytes may wait: reserved at a record's first chunk, freed when the client removes the file
-    Spool    the folder: publication by rename, `<rid>.failed` for what was accepted and then lost, orphans
-    Writers  threads that bring chunks to the host and write records; the forward thread never waits for them
+    Spool    the folder's accounting: what may come, what was published, `<rid>.failed` for what was accepted and then
+             lost, orphans
 
-Nothing in the folder is touched unless its name is exactly one of ours, and everything by descriptor: see `folder`.
+Nothing in the folder is touched unless its name is exactly one of ours. Files are made by `spool_files`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import grp
 import json
 import os
-import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from eyas.capture.assembler import Refused
-from eyas.capture.contract import FAILED_SUFFIX, RECORD_SUFFIX, SPEC_FILE, Refusal, RequestId, ServerSettings
-from eyas.capture.folder import Trust, create, open_folder, publish
+from eyas.capture.contract import FAILED_SUFFIX, RECORD_SUFFIX, SPEC_FILE, Refusal, Refused, ServerSettings
+from eyas.capture.spool_files import TMP_SUFFIX, SpoolFiles, parse_name
 
-TMP_SUFFIX: Final = ".tmp"  # .<rid>.tmp while a record is being written
 _RESCAN_INTERVAL_S: Final = 0.02  # a client that keeps asking must not make the scheduler list the folder every time
 _TORN_AGE_S: Final = 60.0  # a .tmp that has not grown for so long has no writer any more
-_WRITE_BYTES: Final = 64 << 20  # per write call; Linux takes at most 2 GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +36,6 @@ class SpoolFile:
     suffix: str
     size: int
     modified_s: float
-
-
-def parse_name(name: str) -> tuple[str, str] | None:
-    """`(rid, suffix)` of a spool file's name, None for anything else."""
-    suffix = next((s for s in (RECORD_SUFFIX, FAILED_SUFFIX, TMP_SUFFIX) if name.endswith(s)), None)
-    if suffix is None:
-        return None
-    stem = name[: -len(suffix)]
-    if suffix == TMP_SUFFIX:
-        if not stem.startswith("."):
-            return None
-        stem = stem[1:]
-    return (stem, suffix) if RequestId.parse(stem) else None
 
 
 class Quota:
@@ -82,6 +64,10 @@ class Quota:
     def release(self, rid: str) -> None:
         self.used -= self._reserved.pop(rid, 0)
 
+    def reserved(self) -> set[str]:
+        """Ids of records on their way."""
+        return set(self._reserved)
+
     def publish(self, rid: str, name: str) -> None:
         """The reserved record is now a file; it counts until it disappears from the folder."""
         self.used -= self._published.pop(name, 0)  # an earlier record under the same name was replaced
@@ -108,23 +94,27 @@ class Spool:
 
     def __init__(self, settings: ServerSettings, *, shares: int = 1, clock: Callable[[], float] = time.time) -> None:
         self.folder = Path(settings.spool)
-        self._mode = settings.mode
-        self._group = None if settings.group is None else _group_id(settings.group)
-        self._trust = Trust(groups=frozenset() if self._group is None else frozenset({self._group}))
+        self.files = SpoolFiles(
+            self.folder, settings.mode, None if settings.group is None else _group_id(settings.group)
+        )
         self._orphan_age_s = settings.orphan_age_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._writing: set[str] = set()
         self._failing = False
         self._scanned_s = 0.0
-        self._make_folder()
+        self.files.make()
         try:
-            with self._opened() as folder:
+            with self.files.opened() as folder:
                 stale = {file.name: -(-file.size // shares) for file in _files(folder)}
         except PermissionError as error:
             known = f"a spool is user {os.geteuid()}'s or root's, or of a group of ours named in serve.spool_group"
             raise PermissionError(error.errno, f"{error.strerror}; {known}", str(self.folder)) from error
         self._quota = Quota(settings.quota_bytes // shares, stale)
+
+    @property
+    def quota_bytes(self) -> int:
+        """This rank's share."""
+        return self._quota.limit
 
     @property
     def used_bytes(self) -> int:
@@ -150,45 +140,31 @@ class Spool:
         with self._lock:
             self._quota.release(rid)
 
-    @contextlib.contextmanager
-    def record_file(self, rid: str) -> Iterator[int]:
-        """A file descriptor to write the record to; renamed into place at the end, gone after an exception."""
-        temporary, name = f".{rid}{TMP_SUFFIX}", f"{rid}{RECORD_SUFFIX}"
+    def published(self, rid: str) -> None:
+        """A record whose room was reserved is a file now."""
+        self._failing = False
         with self._lock:
-            self._writing.add(rid)
-        try:
-            with self._published(temporary, name) as descriptor:
-                yield descriptor
-        except BaseException:
-            self._failing = True
-            raise
-        else:
-            self._failing = False
-            with self._lock:
-                self._quota.publish(rid, name)
-        finally:
-            with self._lock:
-                self._writing.discard(rid)
-                self._quota.release(rid)
+            self._quota.publish(rid, f"{rid}{RECORD_SUFFIX}")
 
     def fail(self, rid: str, reason: Refusal, detail: str) -> None:
         """Say that an accepted record will not come. Best effort: the folder may be the reason."""
+        self._failing = self._failing or reason is Refusal.WRITE_FAILED
         self.release(rid)
         text = json.dumps({"reason": str(reason), "detail": detail})
         with contextlib.suppress(OSError):
-            self._write_atomically(f"{rid}{FAILED_SUFFIX}", text)
+            self.files.write(f"{rid}{FAILED_SUFFIX}", text)
 
     def write_hello(self, text: str) -> None:
         """Publish spec.json. Raises OSError."""
-        self._write_atomically(SPEC_FILE, text)
+        self.files.write(SPEC_FILE, text)
 
     def remove_orphans(self) -> list[str]:
         """Remove files nobody fetched for `orphan_age_s`, and torn ones; returns their names."""
         now_s = self._clock()
         with self._lock:
-            busy = set(self._writing)
+            busy = self._quota.reserved()
         removed: list[str] = []
-        with contextlib.suppress(OSError), self._opened() as folder:
+        with contextlib.suppress(OSError), self.files.opened() as folder:
             for file in _files(folder):
                 age_s = min(self._orphan_age_s, _TORN_AGE_S) if file.suffix == TMP_SUFFIX else self._orphan_age_s
                 if file.modified_s < now_s - age_s and file.rid not in busy:
@@ -198,42 +174,6 @@ class Spool:
         return removed
 
     # --- the folder ---------------------------------------------------------------------------------------------------
-
-    def _make_folder(self) -> None:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            self.folder.mkdir(mode=0o700)
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
-        """The folder's descriptor. Opened each time: somebody may have removed the folder and made another."""
-        descriptor = open_folder(self.folder, self._trust)
-        try:
-            self._settle(descriptor)
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    def _settle(self, folder: int) -> None:
-        """Give a folder of our own that holds nothing else the mode and group of the settings.
-
-        Raises:
-            PermissionError: another folder, which more users may write to than the settings say.
-        """
-        # A client removes what it has read, so the group's readers may write here; everyone else may only look.
-        readable = self._mode & 0o444
-        mode = readable | (readable & 0o440) >> 1 | readable >> 2
-        status = os.fstat(folder)
-        group = status.st_gid if self._group is None else self._group
-        if (stat.S_IMODE(status.st_mode) & 0o777, status.st_gid) == (mode, group):
-            return
-        if status.st_uid == os.geteuid() and all(_is_ours(name) for name in os.listdir(folder)):
-            if group != status.st_gid:
-                os.fchown(folder, -1, group)
-            os.fchmod(folder, mode | status.st_mode & 0o7000)
-        elif status.st_mode & stat.S_IWGRP & ~mode:
-            text = f"group {status.st_gid} may write there, and the mode of the settings is {self._mode:o}"
-            raise PermissionError(errno.EPERM, text, str(self.folder))
 
     def _rescan(self) -> None:
         now_s = self._clock()
@@ -254,26 +194,6 @@ class Spool:
                 return f"{self.folder} has {free} bytes free, the record needs {size}"
         return None
 
-    @contextlib.contextmanager
-    def _published(self, temporary: str, name: str) -> Iterator[int]:
-        """A new file to write, renamed into place at the end; gone after an exception."""
-        with self._opened() as folder:
-            descriptor = create(folder, temporary, self._mode, self._group)
-            try:
-                yield descriptor
-                publish(folder, descriptor, temporary, name)
-            except BaseException:
-                with contextlib.suppress(OSError):  # some names are not a record's: nobody else would ever remove them
-                    os.unlink(temporary, dir_fd=folder)
-                raise
-            finally:
-                os.close(descriptor)
-
-    def _write_atomically(self, name: str, text: str) -> None:
-        temporary = f".{name}.{os.getpid()}.{threading.get_ident()}{TMP_SUFFIX}"
-        with self._published(temporary, name) as descriptor:
-            write_all(descriptor, text.encode())
-
 
 def _files(folder: int) -> list[SpoolFile]:
     files: list[SpoolFile] = []
@@ -284,17 +204,6 @@ def _files(folder: int) -> list[SpoolFile]:
                     status = entry.stat(follow_symlinks=False)
                     files.append(SpoolFile(entry.name, *parsed, status.st_size, status.st_mtime))
     return files
-
-
-def _is_ours(name: str) -> bool:
-    return name == SPEC_FILE or parse_name(name) is not None
-
-
-def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """os.write until everything is written. Raises OSError."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view[:_WRITE_BYTES]) :]
 
 
 def _group_id(group: str) -> int:

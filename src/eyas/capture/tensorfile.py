@@ -67,6 +67,17 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mappin
     return Layout(header, infos, dict(metadata), base + offset)
 
 
+def padded(header: bytes, size: int) -> bytes:
+    """A header of `layout`, made `size` bytes long by spaces: its tensors then begin there.
+
+    Raises:
+        ValueError: it is longer, or `size` is no multiple of 8.
+    """
+    if len(header) > size or size % 8:
+        raise ValueError(f"a header of {len(header)} bytes cannot take {size}")
+    return (size - 8).to_bytes(8, "little") + header[8:].ljust(size - 8)
+
+
 def parse_header(data: bytes | memoryview, file_bytes: int) -> Layout:
     """Read a safetensors header back from a file's first bytes.
 

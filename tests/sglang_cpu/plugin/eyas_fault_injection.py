@@ -9,13 +9,16 @@ and then goes on. Every injection adds a line `<step>` to `<control file>.inject
 fault really happened.
 
     start, hello                       the capture's start in a server; spec.json
-    sweep, own-shares, share, answer   the hook after each forward; `answer` is where the reply goes on the request
+    sweep, own-shares, share, answer   the hook after each forward; `answer` is where a request's reply is made
     stream-output                      the hook around a server's outputs
     assemble, reserve, take-rows, snapshot, reply     the forward thread's part of one chunk
-    host-copy, record, hash, header    the writers' part of one record
+    host-copy                          waiting for the forward's copy to the host (a CPU makes none, and waits for none)
+    record, hash, header               the writers' part of one record
     record-create, record-write, record-rename        its file (OSError: no space left)
     failure-call, failure-note         saying that a record will not come; `failure-note` is its file (OSError)
     orphans                            tidying the spool
+
+The writers' steps are those of a server with `writers=threads`: in a process of their own nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eyas.capture import assembler, contract, hostcopy, recorder, sglang_plugin, spool
+from eyas.capture import assembler, contract, forward, recorder, sglang_plugin, spool, spool_files, writing
 
 CONTROL_ENV = "EYAS_TEST_FAULTS"
 COUNT_SUFFIX = ".injected"
@@ -49,12 +52,6 @@ class Faults:
         self._seen: tuple[int, int] | None = None
         self._steps: dict[str, dict[str, Any]] = {}
         self._random = random.Random(0)
-
-    def wants(self, step: str) -> bool:
-        """Whether the control file names the step now."""
-        with self._lock:
-            self._reread()
-            return step in self._steps
 
     def due(self, step: str) -> bool:
         """Count and slow down an injection; True where the step has to fail now."""
@@ -120,46 +117,22 @@ def install(faults: Faults) -> None:
     wrap(spool.Spool, "write_hello", "hello", no_space)
     wrap(recorder.Recorder, "sweep", "sweep")
     wrap(sglang_plugin, "own_shares", "own-shares")
-    wrap(sglang_plugin.Share, "capture", "share")
+    wrap(sglang_plugin.Share, "take", "share")
     wrap(sglang_plugin.Plugin, "_answer", "answer")
     wrap(assembler.Assembler, "add", "assemble")
     wrap(spool.Spool, "reserve", "reserve")
-    wrap(recorder, "take_rows", "take-rows")
+    wrap(forward, "take_rows", "take-rows")
+    wrap(recorder, "jobs_of", "snapshot")
     wrap(contract.CaptureReply, "to_dict", "reply")
-    wrap(recorder, "write_record", "record")
-    wrap(recorder, "_field_hash", "hash")
+    wrap(recorder, "arrive", "host-copy")
+    wrap(writing.RecordWriter, "_finish", "record")
+    wrap(writing, "hash_piece", "hash")
     wrap(contract.RecordHeader, "to_json", "header")
-    wrap(recorder, "write_all", "record-write", no_space)
+    wrap(writing, "write_at", "record-write", no_space)
     wrap(spool.Spool, "fail", "failure-call")
     wrap(spool.Spool, "remove_orphans", "orphans")
-    _wrap_snapshot(faults, broken)
-    _wrap_host_copy(faults, broken)
     _wrap_streaming(faults, broken)
     _wrap_files(faults, no_space)
-
-
-def _wrap_snapshot(faults: Faults, error: Callable[[], Exception]) -> None:
-    """A CPU needs no host copy: where one is to fail, its snapshots pretend to wait for one."""
-    original = recorder.snapshot
-
-    def wrapped(tensors: Any) -> hostcopy.Snapshot:
-        if faults.due("snapshot"):
-            raise error()
-        shot = original(tensors)
-        return hostcopy.Snapshot(shot.tensors, object()) if faults.wants("host-copy") and shot.event is None else shot
-
-    recorder.snapshot = wrapped
-
-
-def _wrap_host_copy(faults: Faults, error: Callable[[], Exception]) -> None:
-    original = hostcopy.HostCopy.fetch
-
-    def wrapped(self: hostcopy.HostCopy, shot: hostcopy.Snapshot) -> Any:
-        if faults.due("host-copy"):
-            raise error()
-        return original(self, shot) if shot.tensors[0].device.type != "cpu" else shot.tensors
-
-    hostcopy.HostCopy.fetch = wrapped
 
 
 def _wrap_streaming(faults: Faults, error: Callable[[], Exception]) -> None:
@@ -193,7 +166,7 @@ def _wrap_files(faults: Faults, error: Callable[[], Exception]) -> None:
     def renamer(plain: Callable[..., None]) -> Callable[..., None]:
         def renamed(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
             name = Path(target).name
-            parsed = spool.parse_name(name)
+            parsed = spool_files.parse_name(name)
             if parsed and parsed[1] == contract.RECORD_SUFFIX and faults.due("record-rename"):
                 raise error()
             plain(source, target, *args, **kwargs)
