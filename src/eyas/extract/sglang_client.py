@@ -14,6 +14,7 @@ import httpx
 from eyas.capture.contract import LAST_PARAM, REPLY_KEY, SPEC_PARAM, CaptureReply, Refusal
 from eyas.config import ServerConfig
 from eyas.errors import ConfigError, EngineError, cause_of
+from eyas.extract.connections import Connections
 from eyas.extract.engine import CaptureRequest, Failed, Retry
 
 API_KEY_ENV: Final = "EYAS_API_KEY"  # what the settings do not give
@@ -69,10 +70,8 @@ class SGLangClient:
             base_url=self.where,
             headers=headers,
             auth=auth,
-            verify=_verification(cfg),
             # The caller's window bounds them. The server drops an idle connection after 5 s: be sure to be first.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
-            transport=transport,
+            transport=transport or Connections(_verification(cfg), _KEEP_ALIVE_S),
             trust_env=False,  # a proxy for the web must not swallow requests to a server in the next rack
         )
 
@@ -285,9 +284,9 @@ def _parsed(url: str) -> httpx.URL:
     return parsed
 
 
-def _verification(cfg: ServerConfig) -> ssl.SSLContext | bool:
+def _verification(cfg: ServerConfig) -> ssl.SSLContext:
     if not cfg.verify_tls:
-        return False
+        return httpx.create_ssl_context(verify=False)
     if cfg.ca_file is None:
         context = httpx.create_ssl_context()
         context.load_default_certs()  # httpx knows the web's authorities; a company's are the system's
