@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from fleet import Options, Running, Wanted, started
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from eyas.config import load
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
@@ -80,18 +80,15 @@ def seeded_models(folder: Path) -> dict[str, Path]:
         "initializer_range": 0.05,
     }
     made = {}
-    for name, config, cls in (
-        ("llama", LlamaConfig(**shape), LlamaForCausalLM),
-        ("qwen3", Qwen3Config(**shape), Qwen3ForCausalLM),
-    ):
+    for name, config in {"llama": LlamaConfig(**shape), "qwen3": Qwen3Config(**shape)}.items():
         torch.manual_seed(len(made))
-        model = cls(config)
+        model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for key, weight in model.named_parameters():
                 if "norm" in key:
                     weight.copy_(1 + 0.2 * torch.randn_like(weight))
         made[name] = folder / name
-        model.to(torch.bfloat16).save_pretrained(made[name])
+        model.bfloat16().save_pretrained(made[name])
     return made
 
 
