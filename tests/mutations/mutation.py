@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from eyas.capture.contract import DTYPES, RECORD_METADATA, RecordHeader, field_hash
-from eyas.capture.tensorfile import layout
+from eyas.capture.tensorfile import layout, padded
 from eyas.store.format import StoreInfo
 
 
@@ -115,7 +115,8 @@ class Held:
         names = [("aux", dtype or DTYPES[self.dtype][0], tuple(aux.shape))]
         names.append(("last", dtype or DTYPES[self.dtype][0], tuple(last.shape)))
         plan = layout(names, {RECORD_METADATA: header.to_json()})
-        return plan.header + bytes_of(aux) + bytes_of(last)
+        room = 8 + int.from_bytes(self.data[:8], "little")  # a record of several chunks leaves some after its header
+        return padded(plan.header, max(room, len(plan.header))) + bytes_of(aux) + bytes_of(last)
 
     @property
     def header_bytes(self) -> int:
