@@ -10,13 +10,14 @@ export EYAS_CACHE ?= $(CURDIR)/.cache
 export TOKENIZERS_PARALLELISM := false
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help demo test test-fast check docs bench soak clean
+.PHONY: help demo test test-fast check docs bench releases soak clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 	@echo "make check  lint, types, import rules, generated docs"
 	@echo "make docs   write the generated pages"
 	@echo "make bench  figures on this CPU"
+	@echo "make releases  the contract suite against every supported SGLang release that runs on CPU"
 	@echo "make soak   20,000 requests in chaos; SOAK='--requests 2000' for less"
 	@echo "make clean  remove environments and caches"
 
@@ -71,10 +72,13 @@ docs: $(VENV)/ready
 bench: $(VENV)/ready $(SGLANG)/ready
 	@$(BIN)/python benchmarks/extract_cpu.py
 
+releases: $(VENV)/ready
+	@$(BIN)/python benchmarks/releases.py --python $(PYTHON)
+
 SOAK ?=
 soak: $(VENV)/ready $(SGLANG)/ready
 	@echo "== soak: the real SGLang server on CPU, everything that can go wrong; results in runs/soak"
 	@PYTHONPATH=tests $(BIN)/python -m soak --out runs/soak $(SOAK)
 
 clean:
-	rm -rf $(VENV) $(SGLANG) .cache runs dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG) $(SGLANG)-* .cache runs dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,6 +1,6 @@
 """Write the generated pages: docs/cli.md (from the commands), docs/config.md (from the settings), docs/benchmarks.md
-(from benchmarks/results/*.json), docs/mutations.md (from the catalogue of tests/mutations). `--check` fails when one is
-out of date."""
+(from benchmarks/results/*.json), docs/mutations.md (from the catalogue of tests/mutations), docs/releases.md (from
+benchmarks/releases.py). `--check` fails when one is out of date."""
 
 from __future__ import annotations
 
@@ -70,6 +70,8 @@ def benchmarks_page() -> str:
         "Made by `make docs` from `benchmarks/results/*.json`; nothing here is typed in by hand.",
     ]
     for path in sorted(RESULTS.glob("*.json")):
+        if path.name.startswith("releases-"):
+            continue  # these have a page of their own
         result = _titled(json.loads(path.read_text()))
         lines += ["", f"## {result['title']}", "", result["what"], ""]
         lines += [f"- {key}: {result[key]}" for key in ("date", "hardware", "versions", "command") if key in result]
@@ -108,11 +110,18 @@ def mutations_page() -> str:
     ).stdout
 
 
+def releases_page() -> str:
+    """Supported SGLang releases; written by the script that runs the contract suite against them."""
+    command = [sys.executable, str(DOCS.parent / "benchmarks" / "releases.py"), "--page"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def pages() -> Iterator[tuple[Path, str]]:
     yield DOCS / "cli.md", cli_page()
     yield DOCS / "config.md", config_page()
     yield DOCS / "benchmarks.md", benchmarks_page()
     yield DOCS / "mutations.md", mutations_page()
+    yield DOCS / "releases.md", releases_page()
 
 
 def _first_line(section: type[BaseModel]) -> str:

@@ -120,6 +120,7 @@ def make_corpus(path: Path, vocab_size: int, seed: int) -> Path:
     return path
 
 
+@pytest.mark.contract
 def test_every_row_is_right_and_every_control_wrong(running: Running, tmp_path: Path) -> None:
     vocab_size = Target.load(str(running.model)).vocab_size
     corpus = make_corpus(tmp_path / "corpus.parquet", vocab_size, seed=3)
@@ -207,6 +208,7 @@ def journalled(store: Path) -> int:
     return total
 
 
+@pytest.mark.contract
 def test_a_server_without_the_plugin_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     corpus = make_corpus(tmp_path / "corpus.parquet", Target.load(str(model)).vocab_size, seed=6)

@@ -33,7 +33,7 @@ from eyas.capture.contract import (
 from servers import Server, sglang_server
 from sglang_cpu.models import VOCAB_SIZE, tiny_llama
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.contract]
 
 Reference = Callable[[list[int]], tuple[torch.Tensor, ...]]
 _rows = iter(range(1_000_000))
@@ -139,12 +139,17 @@ def check_record(server: Server, rid: str, ids: list[int], runs: list[int], refe
     return header
 
 
-def test_hello_states_the_agreement_and_what_the_server_admits(server: Server) -> None:
+def test_hello_states_the_agreement_and_what_the_server_admits(
+    server: Server, record_property: Callable[[str, object], None]
+) -> None:
     agreed = hello(server)
     assert agreed.spec["layers"] == [1, 3, 4]
     assert (agreed.spec["num_layers"], agreed.spec["hidden_size"], agreed.spec["vocab_size"]) == (8, 256, VOCAB_SIZE)
     assert agreed.provenance["layers_checked"] == "yes"
-    assert agreed.provenance["capture"] == "server flags"
+    release = tuple(int(part) for part in agreed.provenance["sglang"].split(".")[:3])
+    assert agreed.provenance["capture"] == ("server flags" if release >= (0, 5, 23) else "hooks")
+    for key in ("sglang", "torch", "capture"):  # for the table of supported releases
+        record_property(key, agreed.provenance[key])
     longest = agreed.max_row_tokens
     assert longest == 1024 - 7
     rid = new_rid()
