@@ -74,7 +74,7 @@ def run_suite(release: str, python: Path) -> dict[str, Any]:
     env = {**os.environ, "EYAS_SGLANG_PYTHON": str(python), "CI": "1", "PYTHONPATH": str(ROOT / "src")}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", *SUITE, f"--junitxml={report}", "-o", "junit_logging=no"]
+        command = [sys.executable, "-m", "pytest", "-q", *SUITE, f"--junitxml={report}", "-o", "junit_family=xunit1"]
         began = time.monotonic()
         status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
         if status not in (0, 1) or not report.exists():
