@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
+
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,3 +100,17 @@ def test_provenance_is_of_those_who_wrote_and_independent_of_their_order():
     a, b, idle = (Session("p", "s", "c", [{"engine": name}]) for name in "abc")
     a.rows[1], b.rows[2] = RowOk(1, 0, 0), RowOk(2, 0, 0)
     assert merged_provenance([a, b, idle]) == merged_provenance([b, idle, a]) == [{"engine": "a"}, {"engine": "b"}]
+
+
+@given(st.integers(0, 2**63 - 1), U64, U64, st.booleans())
+def test_a_stored_rows_line_says_the_same_to_any_json_parser(row, aux, last, spaced):
+    """It is written and read without one."""
+    line = row_line(RowOk(row, aux, last))
+    fields = json.loads(line[17:])
+    assert fields == {"row": row, "aux": f"{aux:016x}", "last": f"{last:016x}"}
+    text = json.dumps(fields, sort_keys=True, separators=(", ", ": ") if spaced else (",", ":")).encode()
+    again = b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text)
+    assert spaced or again == line
+    opening = session_line(Session("plan", "spec", "corpus", []))
+    journal = decode_journal(opening + again)
+    assert (journal.sessions[0].rows, journal.damage) == ({row: RowOk(row, aux, last)}, "")

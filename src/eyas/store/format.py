@@ -131,15 +131,21 @@ def pack_contents(shard: Shard, rows: Iterable[tuple[npt.ArrayLike, npt.ArrayLik
         raise ValueError(
             f"rows, tokens, positions are {found}, planned were {(shard.rows, shard.tokens, shard.positions)}"
         )
-    for row, (tokens, mask, positions) in enumerate(packed, shard.start):
-        ascending = bool(np.all(np.diff(positions) > 0))
-        inside = not len(positions) or (positions[0] >= 0 and positions[-1] < len(tokens))
-        if len(mask) != len(tokens) or not ascending or not inside:
-            raise ValueError(f"row {row}: loss mask or kept positions do not fit its {len(tokens)} tokens")
+    lengths = np.diff(row_offsets)
+    within = np.concatenate([p for _, _, p in packed])  # positions of all rows, each relative to its own
+    of_row = np.repeat(np.arange(len(packed)), np.diff(last_offsets))
+    wrong = (within < 0) | (within >= lengths[of_row])
+    wrong[1:] |= (np.diff(within) <= 0) & (np.diff(of_row) == 0)
+    masked = np.array([len(m) for _, m, _ in packed]) == lengths
+    if wrong.any() or not masked.all():
+        first = min([*of_row[wrong].tolist(), *np.flatnonzero(~masked).tolist()])
+        raise ValueError(
+            f"row {shard.start + first}: loss mask or kept positions do not fit its {lengths[first]} tokens"
+        )
     return KnownTensors(
         row_offsets,
         last_offsets,
-        np.concatenate([p + o for (_, _, p), o in zip(packed, row_offsets[:-1], strict=True)]).astype("<i4"),
+        (within + row_offsets[of_row]).astype("<i4"),
         np.concatenate([t for t, _, _ in packed]),
         np.concatenate([m for _, m, _ in packed]),
         np.array([[field_hash(t), field_hash(m)] for t, m, _ in packed], dtype="<u8").reshape(-1, 2),
