@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from eyas.capture.contract import DTYPES, CaptureSpec
+from eyas.store.check import verify_store
 from eyas.store.format import Sidecar, StoreInfo, pack_contents, shard_layout
 from eyas.store.journal import Session, session_line
 from eyas.store.plan import Plan, Shard, make_plan
+from eyas.store.reader import StoreReader
 from eyas.store.writer import StoreWriter
 
 GOLDEN_SPEC = CaptureSpec((1, 2), "loss", "bf16", 4, 32, 8, "0123456789abcdef" * 2)
@@ -33,6 +36,7 @@ GOLDEN_SHA256 = {
     "store.json": "207a2880e422f4a2d04d67284354c63dd8a3d79cf2fff184b652f20f275aa2b5",
     "manifest.json": "4079a49949433032c71a21f3f4f20c76596f4f4b2ece85a1b7f977692e9e372a",
 }
+GOLDEN_FP8_SHA256 = "a20a2ed1969cdf27418f65d8063e0365758948c41b1ea4ff4725d78153eeed55"
 
 
 def golden_states(row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -69,6 +73,46 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_golden_bytes(golden):
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in golden.iterdir()}
     assert found == GOLDEN_SHA256
+
+
+def test_golden_bytes_of_a_quantised_store(tmp_path):
+    """Codes and scale of each state by hand: e4m3fn has a sign, 4 bits of exponent (7 is 2^0) and 3 of mantissa."""
+    spec = replace(GOLDEN_SPEC, dtype="fp8_e4m3")
+    # (codes, scale): 448 is 0x7e, 1 is 0x38, the smallest subnormal 2^-9 is 0x01; 0x80 is the sign.
+    aux = [("7e38b801", 0.5), ("00000000", 2.0**-126), ("fe7e0138", 1.0), ("38387eb9", 0.25)]
+    last = [("7e000081", 2.0)]
+
+    def stored(states):
+        return b"".join(bytes.fromhex(codes) + struct.pack("<f", scale) for codes, scale in states)
+
+    writer = StoreWriter.open(
+        tmp_path,
+        spec=spec,
+        corpus={"digest": "c0ffee", "rows": 1},
+        tokens_N=[2],
+        positions_N=[1],
+        shard_bytes=1 << 20,
+        provenance={"engine": "golden", "host": "anywhere"},
+    )
+    rows = [np.frombuffer(stored(states), "u1") for states in (aux, last)]
+    with writer.lease(writer.plan.shards[0], lambda _: [([5, 6], [1, 0], [0])]) as lease:
+        lease.put(0, *rows)
+        lease.finish()
+    data = (tmp_path / "shard-00000.safetensors").read_bytes()
+    assert hashlib.sha256(data).hexdigest() == GOLDEN_FP8_SHA256
+    with safe_open(tmp_path / "shard-00000.safetensors", framework="pt") as shard:
+        assert shard.get_tensor("aux").shape == (2, 2, 8)
+        assert bytes(shard.get_tensor("aux").flatten().tolist()) + bytes(
+            shard.get_tensor("last").flatten().tolist()
+        ) == (stored(aux) + stored(last))
+    row = StoreReader(tmp_path)[0]
+    assert row.aux.tolist() == [
+        [[224, 0.5, -0.5, 2**-10], [0, 0, 0, 0]],
+        [[-448, 448, 2**-9, 1], [0.25, 0.25, 112, -0.28125]],
+    ]
+    assert row.last.tolist() == [[896, 0, 0, -(2**-8)]]
+    writer.write_manifest()
+    assert verify_store(tmp_path).ok
 
 
 def test_golden_shard_read_with_struct_and_json(golden):

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from eyas.capture.contract import CaptureSpec
+from eyas.capture.encoding import encode
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
 from eyas.extract.hf import hidden_states
 from eyas.positions import kept_counts, kept_positions
@@ -84,7 +85,7 @@ def write_store(out: Path, corpus: Path, spec: CaptureSpec, states: States) -> P
         assert lease is not None
         with lease:
             for row in lease.pending:
-                lease.put(row, *(tensor[row].contiguous().view(torch.uint8).numpy() for tensor in (aux, last)))
+                lease.put(row, *(encode(field[row], spec.dtype).view(torch.uint8).numpy() for field in (aux, last)))
             lease.finish()
     writer.write_manifest()
     return out
