@@ -114,3 +114,13 @@ def test_a_stored_rows_line_says_the_same_to_any_json_parser(row, aux, last, spa
     opening = session_line(Session("plan", "spec", "corpus", []))
     journal = decode_journal(opening + again)
     assert (journal.sessions[0].rows, journal.damage) == ({row: RowOk(row, aux, last)}, "")
+
+
+@pytest.mark.parametrize("number", ["007", "-7", "7.0", "true", str(2**63), "1e3", ""])
+def test_a_row_that_is_no_count_is_damage_whatever_its_checksum(number):
+    text = b'{"aux":"%016x","last":"%016x","row":%s}' % (1, 2, number.encode())
+    line = b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text)
+    opening = session_line(Session("plan", "spec", "corpus", []))
+    journal = decode_journal(opening + line)
+    assert journal.damage
+    assert journal.trusted_bytes == len(opening)
