@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from eyas.store.format import pack_contents
 from eyas.store.plan import Shard
 
-
 GOOD = st.integers(1, 4).flatmap(
     lambda tokens: st.tuples(st.just(tokens), st.just(tokens), st.sets(st.integers(0, tokens - 1)).map(sorted))
 )
