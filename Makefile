@@ -69,7 +69,11 @@ check: $(VENV)/ready
 docs: $(VENV)/ready
 	@$(BIN)/python docs/generate.py
 
-bench: $(VENV)/ready $(SGLANG)/ready
+PEERS := $(EYAS_CACHE)/peers
+$(PEERS)/speculators/ready:
+	@PYTHON=$(PYTHON) benchmarks/peers/setup.sh $(PEERS) speculators
+
+bench: $(VENV)/ready $(SGLANG)/ready | $(PEERS)/speculators/ready
 	@$(BIN)/python benchmarks/extract_cpu.py
 
 releases: $(VENV)/ready

