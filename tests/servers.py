@@ -110,6 +110,7 @@ def sglang_server(
     *,
     layers: Sequence[int] | None = None,
     dtype: str = "float32",
+    stored: str | None = None,
     flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     capture: bool = True,
@@ -122,7 +123,8 @@ def sglang_server(
         model: folder of the target.
         folder: for the spool and the log; made when missing.
         layers: as in `serve_command`.
-        dtype: computation dtype, `float32` or `bfloat16`; records are f32 or bf16 with it unless `settings` say else.
+        dtype: computation dtype, `float32` or `bfloat16`.
+        stored: dtype of the records; None is f32 or bf16, as computed.
         flags: further SGLang flags.
         env: further environment; an empty EYAS_CAPTURE switches the plugin off.
         capture: False is a plain server: no capture flags, the plugin off.
@@ -133,7 +135,7 @@ def sglang_server(
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
     environment = {**os.environ, **CPU_ENV}
-    settings = {"dtype": {"float32": "f32", "bfloat16": "bf16"}[dtype], "spool": folder / "spool"} | settings
+    settings = {"dtype": stored or {"float32": "f32", "bfloat16": "bf16"}[dtype], "spool": folder / "spool"} | settings
     if FAULTS_ENV in (env or {}):  # writers in a process of their own could not be made to fail
         settings = {"writers": "threads"} | settings
     command = serve_command(

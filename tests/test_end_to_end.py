@@ -24,6 +24,7 @@ from eyas.config import Config, ExtractConfig, load
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
 from eyas.errors import EngineError
 from eyas.extract.runner import extract
+from eyas.store.documents import describe_store
 from eyas.store.reader import StoreReader
 from eyas.target.checkpoint import Target
 from eyas.verify import verify
@@ -148,6 +149,33 @@ def test_every_row_is_right_and_every_control_wrong(running: Running, tmp_path: 
     assert {"pre-norm as last", "shifted by one as last"} <= controls
     left = [path.name for path in running.server.spool.iterdir() if path.name != "spec.json"]
     assert left == []
+
+
+def test_states_quantised_by_the_server_are_right_and_take_half_the_bytes(smollm2_dir: Path, tmp_path: Path) -> None:
+    """The target computes in float32, so that what is off is off by fp8 alone."""
+    vocab_size = Target.load(str(smollm2_dir)).vocab_size
+    corpus = make_corpus(tmp_path / "corpus.parquet", vocab_size, seed=9)
+    console = Console(file=io.StringIO())
+    flags = ["--chunked-prefill-size", str(CHUNK), "--context-length", "2048"]
+    with sglang_server(smollm2_dir, tmp_path, flags=flags, stored="fp8_e4m3") as server:
+        settings = [f"server.spool={server.spool}", "store.reserve_bytes=0", "store.shard_bytes=4MB"]
+        args = {"model": str(smollm2_dir), "server": server.url, "console": console}
+        with pytest.raises(EngineError, match="other settings") as caught:
+            extract(corpus, tmp_path / "refused", cfg=load(overrides=settings), **args)
+        assert "dtype: bf16 != fp8_e4m3" in str(caught.value.hint)
+        assert not (tmp_path / "refused").exists()
+        cfg = load(overrides=[*settings, "capture.dtype=fp8_e4m3"])
+        summary = extract(corpus, tmp_path / "store", cfg=cfg, **args)
+        assert (summary.rows_done, summary.failed) == (len(Corpus.open(corpus)), 0), summary.first_failures
+    report = verify(tmp_path / "store", corpus=corpus, against=str(smollm2_dir), sample=10, console=console)
+    for name, text in report.lines():
+        print(f"fp8  {name}  {text}")
+    report.check()
+    assert report.comparison is not None
+    assert report.comparison.alike.total() < report.comparison.told_apart.total() / 4
+    reader = StoreReader(tmp_path / "store")
+    assert reader.spec.record_bytes(1, 1) < 0.51 * 2 * 4 * reader.spec.hidden_size
+    assert any("fp8_e4m3" in text for _, text in describe_store(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("running", [CASES[2]], ids=str, indirect=True)  # one server is enough
