@@ -17,8 +17,8 @@ UNIT = ALIGNMENT
 
 
 @given(
-    st.integers(1, 20),
-    st.lists(st.one_of(st.integers(1, 21 * UNIT), st.floats(0, 1, exclude_max=True)), max_size=60),
+    st.integers(1, 12),
+    st.lists(st.one_of(st.integers(1, 5 * UNIT), st.floats(0, 1, exclude_max=True)), max_size=60),
 )
 def test_blocks_never_overlap_and_what_has_room_fits(units: int, steps: list[int | float]) -> None:
     """A number of bytes is taken; a fraction says which of the blocks held comes back."""

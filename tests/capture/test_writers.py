@@ -240,6 +240,22 @@ def test_one_request_of_a_forward_can_be_given_up_without_the_others(make: Make)
     assert not list(to.spool.folder.glob(f"*{rid(0)}*"))
 
 
+def test_a_block_is_held_for_each_of_its_requests(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    to = make()
+    aux, last, ids = states(10)
+    flown: list[Any] = []
+    monkeypatch.setattr(to, "fly", lambda span, jobs: flown.append((span, jobs)))
+    forward = to.forward(aux, last, ids)
+    for row, at in enumerate((0, 4, 7)):
+        forward.take(chunk(to, row, 0, 3, ids[at : at + 3].tolist(), Request()), at)
+    forward.send()
+    ((span, jobs),) = flown
+    assert span.block.readers == sum(isinstance(job, writing.Part) for job in jobs) == 3
+    monkeypatch.undo()
+    to.fly(span, jobs)
+    must_be_empty(to)
+
+
 def test_rows_between_those_of_others_are_taken_wherever_they_lie(make: Make) -> None:
     to = make()
     aux, last, ids = states(40)
