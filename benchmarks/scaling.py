@@ -134,7 +134,8 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()}), shared and noisy: compare processor time",
         "versions": f"torch {torch.__version__}, numpy {np.__version__}, Python {platform.python_version()}",
-        "command": " ".join(["python", "benchmarks/scaling.py", *sys.argv[1:]]),
+        "command": "python benchmarks/scaling.py "
+        f"--rows {' '.join(map(str, options.rows))} --repeats {options.repeats}",
         "startup_s": round(statistics.median(startup_s() for _ in range(options.repeats)), 2),
         "rows": rows,
     }

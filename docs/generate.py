@@ -1,6 +1,6 @@
 """Write the generated pages: docs/cli.md (from the commands), docs/config.md (from the settings), docs/benchmarks.md
 (from benchmarks/results/*.json), docs/mutations.md (from the catalogue of tests/mutations), docs/releases.md (from
-benchmarks/releases.py). `--check` fails when one is out of date."""
+benchmarks/releases.py), docs/scaling.md (from benchmarks/scaling_page.py). `--check` fails when one is out of date."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def benchmarks_page() -> str:
         "Made by `make docs` from `benchmarks/results/*.json`; nothing here is typed in by hand.",
     ]
     for path in sorted(RESULTS.glob("*.json")):
-        if path.name.startswith("releases-"):
-            continue  # these have a page of their own
+        if path.name.startswith(("releases-", "scaling-")):
+            continue  # these have pages of their own
         result = _titled(json.loads(path.read_text()))
         lines += ["", f"## {result['title']}", "", result["what"], ""]
         lines += [f"- {key}: {result[key]}" for key in ("date", "hardware", "versions", "command") if key in result]
@@ -123,12 +123,19 @@ def releases_page() -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def scaling_page() -> str:
+    """How cost grows with rows; written by a script beside the one that measures it."""
+    command = [sys.executable, str(DOCS.parent / "benchmarks" / "scaling_page.py")]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def pages() -> Iterator[tuple[Path, str]]:
     yield DOCS / "cli.md", cli_page()
     yield DOCS / "config.md", config_page()
     yield DOCS / "benchmarks.md", benchmarks_page()
     yield DOCS / "mutations.md", mutations_page()
     yield DOCS / "releases.md", releases_page()
+    yield DOCS / "scaling.md", scaling_page()
 
 
 def _first_line(section: type[BaseModel]) -> str:
