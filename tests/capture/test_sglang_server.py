@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +60,14 @@ QUOTA = 4_000_000
 
 @pytest.fixture(scope="module")
 def tight_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two tensor-parallel ranks, a quota of 4 MB, no tokenizer, requests taken back at random while they decode."""
+    """Two tensor-parallel ranks, a quota of 4 MB, no tokenizer, requests taken back at random while they decode.
+
+    Its writers are threads; those of `server` are a process of their own.
+    """
     folder = tmp_path_factory.mktemp("tight")
     flags = ["--chunked-prefill-size", "64", "--tp-size", "2", "--skip-tokenizer-init", "--disable-radix-cache"]
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1", "SGLANG_TEST_RETRACT": "1"}
-    with sglang_server(model, folder, flags=flags, env=env, quota_bytes=QUOTA) as running:
+    with sglang_server(model, folder, flags=flags, env=env, quota_bytes=QUOTA, writers="threads") as running:
         yield running
 
 
@@ -410,6 +416,44 @@ def test_a_request_taken_back_while_it_decodes_keeps_its_record(tight_server: Se
 def test_no_refusal_was_a_plugin_error(server: Server, tight_server: Server) -> None:
     for running in (server, tight_server):
         assert "logged once" not in running.log.read_text(errors="replace")
+
+
+def writers_of(server: Server) -> list[int]:
+    """Its writer processes."""
+    found = []
+    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"eyas.capture.writer" in words and os.getpgid(pid) == server.pid:
+                found.append(pid)
+    return found
+
+
+def test_writers_are_a_process_or_threads(server: Server, tight_server: Server) -> None:
+    assert (len(writers_of(server)), len(writers_of(tight_server))) == (1, 0)
+
+
+def test_a_reply_tells_what_capture_costs(server: Server, tight_server: Server) -> None:
+    for running in (server, tight_server):
+        for _ in range(2):  # the first of them may be the first forward of ours
+            rid = new_rid()
+            (reply,) = capture(running, some_tokens(17, 30), [0, 30], rid)["eyas"]
+            wait_for(running, rid).unlink()
+        assert 0 < reply["forward_us_p50"] <= reply["forward_us_p99"]
+
+
+def test_a_writer_process_that_is_killed_is_replaced(server: Server, reference: Reference) -> None:
+    """Rows on their way at that moment are failed by name; the server goes on, and so does capture."""
+    before = writers_of(server)
+    os.kill(before[0], signal.SIGKILL)
+    ids, rid = some_tokens(18, 200), new_rid()
+    assert capture(server, ids, [0, 200], rid)["eyas"][0]["status"] == "accepted"
+    if wait_for(server, rid).suffix == FAILED_SUFFIX:  # its end was noticed only when it had been given this one
+        rid = new_rid()
+        assert capture(server, ids, [0, 200], rid)["eyas"][0]["status"] == "accepted"
+    check_record(server, rid, ids, [0, 200], reference)
+    assert len(after := writers_of(server)) == 1
+    assert after != before
 
 
 def test_replaced_weights_end_capture(server: Server, model: Path) -> None:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Final
 
 from eyas.capture.contract import FAILED_SUFFIX, RECORD_SUFFIX, SPEC_FILE, Refusal, Refused, ServerSettings
-from eyas.capture.spool_files import TMP_SUFFIX, SpoolFiles, parse_name
+from eyas.capture.spool_files import TMP_SUFFIX, SpoolFiles, is_torn, parse_name
 
 _RESCAN_INTERVAL_S: Final = 0.02  # a client that keeps asking must not make the scheduler list the folder every time
-_TORN_AGE_S: Final = 60.0  # a .tmp that has not grown for so long has no writer any more
+_TORN_AGE_S: Final = 2.0  # of a .tmp that has no writer any more; one just made may not be locked yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +159,15 @@ class Spool:
         self.files.write(SPEC_FILE, text)
 
     def remove_orphans(self) -> list[str]:
-        """Remove files nobody fetched for `orphan_age_s`, and torn ones; returns their names."""
+        """Remove files nobody fetched for `orphan_age_s`, and those whose writer is gone; returns their names."""
         now_s = self._clock()
         with self._lock:
             busy = self._quota.reserved()
         removed: list[str] = []
         with contextlib.suppress(OSError), self.files.opened() as folder:
             for file in _files(folder):
-                age_s = min(self._orphan_age_s, _TORN_AGE_S) if file.suffix == TMP_SUFFIX else self._orphan_age_s
+                torn = file.suffix == TMP_SUFFIX and is_torn(folder, file.name)
+                age_s = min(self._orphan_age_s, _TORN_AGE_S) if torn else self._orphan_age_s
                 if file.modified_s < now_s - age_s and file.rid not in busy:
                     with contextlib.suppress(OSError):
                         os.unlink(file.name, dir_fd=folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -102,6 +103,8 @@ class SpoolFiles:
 class NewFile:
     """A file under its temporary name: `publish` it or `discard` it. As a context it does either at the end.
 
+    It is locked meanwhile, and thus known for one that is being written, until its process ends.
+
     Attributes:
         descriptor: to write with.
 
@@ -113,6 +116,8 @@ class NewFile:
         self._files, self._temporary, self._name = files, temporary, name
         with files.opened() as folder:
             self.descriptor = create(folder, temporary, files.mode, files.group)
+            with contextlib.suppress(OSError):  # not every file system has locks: `is_torn` then knows nothing
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def publish(self) -> None:
         """Rename it into place. Raises OSError, and then it is gone."""
@@ -140,6 +145,21 @@ class NewFile:
             self.publish()
         else:
             self.discard()
+
+
+def is_torn(folder: int, temporary: str) -> bool:
+    """Whether nobody is writing the file any more; False where that cannot be told."""
+    try:
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def _is_ours(name: str) -> bool:
