@@ -44,9 +44,9 @@ TAIL: Final = """
 
 - Compare processor time: other processes share the machine, and wall-clock holds their turns and their disk traffic.
 - *growth* is the processor time at the most rows over that at a tenth of them. Ten is linear; less means that a part
-  does not depend on rows at all (imports, starting the event loop, opening the corpus). The replay of a journal grows by
-  more between ten and a hundred thousand lines: the garbage collector's first full passes fall there. Without them it
-  is the same for each line, and with them too from there on.
+  does not depend on rows at all (imports, starting the event loop, opening the corpus). The replay of a journal grows
+  by more between ten and a hundred thousand lines: the garbage collector's first full passes fall there. Without them
+  every line costs the same, and so it does with them from there on.
 - *MB more* is what the process's resident set grew by at its peak, for each size. A planned row is a few numbers. In
   memory are one row group of the corpus (at most 65,536 rows and a million tokens), the rows of the shards being
   written and what their journals say; a finished shard is a sidecar.
