@@ -244,7 +244,8 @@ class Forward:
         self._recorder = recorder
         self._brought = aux, last, ids
         self._shares: list[Share] = []
-        self._rows = self._kept = 0
+        self._rows = self._kept = self._there = 0
+        self._lacking = self._lack()
 
     def take(self, chunk: Chunk, row: int) -> CaptureReply | None:
         """Take a request's rows.
@@ -259,17 +260,17 @@ class Forward:
         record = self._recorder.add(chunk)
         if isinstance(record, Refused):
             return refusal(self._recorder.spec_id, chunk.prompt, record)
-        refused = self._misfit(record, chunk, row)
+        slices = kept_slices(record.runs, chunk.start, chunk.stop)
+        share = Share(record, chunk.start, row, chunk.stop - chunk.start, slices)
+        refused = self._misfit(chunk, row, share.kept)
         if refused is None and record.fresh:
-            refused = self._recorder.spool.reserve(record.rid, record.bytes)
+            refused = self._recorder.spool.reserve(record.rid, record.bytes, again=bool(self._shares))
         if refused is not None:
             self._recorder.drop(record)
             return refusal(self._recorder.spec_id, chunk.prompt, refused)
-        rows = chunk.stop - chunk.start
-        share = Share(record, chunk.start, row, rows, kept_slices(record.runs, chunk.start, chunk.stop))
         share.asked = token_hash(prompt_bytes(chunk.prompt)) if record.complete else ""
         self._shares.append(share)
-        self._rows += rows
+        self._rows += share.rows
         self._kept += share.kept
         if not record.complete:
             return None
@@ -309,25 +310,32 @@ class Forward:
             if rid in (None, share.record.rid):
                 self._recorder.drop(share.record)
 
-    def _misfit(self, record: Record, chunk: Chunk, row: int) -> Refused | None:
-        """Why the rows cannot be taken."""
+    def _misfit(self, chunk: Chunk, row: int, kept: int) -> Refused | None:
+        """Why the rows cannot be taken, `kept` of them with their last state."""
+        if self._lacking or row + chunk.stop - chunk.start > self._there:
+            text = self._lacking or f"the forward brought {self._there} rows, not those of this request"
+            return Refused(Refusal.NO_STATES, text)
         spec, rows = self._recorder.spec, chunk.stop - chunk.start
-        aux, last, ids = self._brought
-        if aux is None or last is None or ids is None:
-            return Refused(Refusal.NO_STATES, "the forward brought no hidden states")
-        width = len(spec.layers) * spec.hidden_size
-        have = tuple(aux.shape), tuple(last.shape), tuple(ids.shape)
-        want = (row + rows, width), (row + rows, spec.hidden_size), (row + rows,)
-        if any(len(h) != len(w) or h[0] < w[0] or h[1:] != w[1:] for h, w in zip(have, want, strict=True)):
-            return Refused(Refusal.NO_STATES, f"aux, last and ids of shapes {have}, expected {want} or more rows")
-        kept = sum(stop - start for start, stop in kept_slices(record.runs, chunk.start, chunk.stop))
+        size = FieldSizes(spec, self._rows + rows, self._kept + kept).total
+        if size <= (room := self._recorder.stage.room()):
+            return None
         if (alone := FieldSizes(spec, rows, kept).total) > self._recorder.stage.capacity:
             text = f"{rows} tokens in one forward take {alone} bytes of {self._recorder.stage.capacity}"
             return Refused(Refusal.ROW_TOO_LARGE, f"{text}: raise serve.arena_bytes or lower the chunked prefill size")
-        size = FieldSizes(spec, self._rows + rows, self._kept + kept).total
-        if size > (room := self._recorder.stage.room()):
-            return Refused(Refusal.SPOOL_FULL, f"writers are behind: room for {room} bytes of this forward's {size}")
-        return None
+        return Refused(Refusal.SPOOL_FULL, f"writers are behind: room for {room} bytes of this forward's {size}")
+
+    def _lack(self) -> str:
+        """What is missing of the states agreed on, empty where nothing is."""
+        aux, last, ids = self._brought
+        if aux is None or last is None or ids is None:
+            return "the forward brought no hidden states"
+        hidden_size, layers = self._recorder.spec.hidden_size, len(self._recorder.spec.layers)
+        have = tuple(aux.shape), tuple(last.shape), tuple(ids.shape)
+        want = (layers * hidden_size,), (hidden_size,), ()
+        if any(not h or h[1:] != w for h, w in zip(have, want, strict=True)):
+            return f"aux, last and ids of shapes {have}, expected rows of {want}"
+        self._there = min(shape[0] for shape in have)
+        return ""
 
 
 def refusal(spec_id: str, prompt: Sequence[int], refused: Refused) -> CaptureReply:

@@ -121,11 +121,14 @@ class Spool:
         with self._lock:
             return self._quota.used
 
-    def reserve(self, rid: str, size: int) -> Refused | None:
-        """Set aside room for a record of `size` bytes, or say by name why not. Fast: called by the scheduler."""
+    def reserve(self, rid: str, size: int, *, again: bool = False) -> Refused | None:
+        """Set aside room for a record of `size` bytes, or say by name why not. Fast: called by the scheduler.
+
+        `again`: the folder was seen a moment ago, for another record of the same forward.
+        """
         if size > self._quota.limit:
             return Refused(Refusal.ROW_TOO_LARGE, f"{size} bytes, the quota is {self._quota.limit}")
-        if problem := self._unwritable(size):
+        if (not again or self._failing) and (problem := self._unwritable(size)):
             return Refused(Refusal.WRITE_FAILED, problem)
         with self._lock:
             if self._quota.reserve(rid, size):
