@@ -11,6 +11,7 @@ is a ValueError unless every field is of its type and within its bounds.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -112,8 +113,7 @@ class CaptureSpec:
     @property
     def spec_id(self) -> str:
         """32 hex digits naming this agreement."""
-        text = json.dumps(asdict(self) | {"contract": CONTRACT_VERSION}, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return _spec_id(self)
 
     @property
     def stored_dtype(self) -> str:
@@ -162,6 +162,13 @@ class CaptureSpec:
         """Human-readable `field: mine != theirs`, empty when equal."""
         mine, theirs = self.to_dict(), other.to_dict()
         return [f"{key}: {mine[key]} != {theirs[key]}" for key in mine if mine[key] != theirs[key]]
+
+
+@functools.lru_cache(maxsize=64)
+def _spec_id(spec: CaptureSpec) -> str:
+    """Asked for several times a row, and as dear as a row's other bookkeeping."""
+    text = json.dumps(asdict(spec) | {"contract": CONTRACT_VERSION}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _with_layers(data: object) -> object:

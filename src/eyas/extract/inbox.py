@@ -3,8 +3,8 @@
 The folder may lie where anyone can make one first, and others may write to it: it is opened by descriptor each time and
 believed only if its owner is (see `capture.folder`); no link is followed.
 
-One poller serves all waiters: a listing of the folder every 1 to 50 ms while somebody waits, none otherwise. (The
-spool may be on a mount where change notifications do not arrive.)
+One poller serves all waiters: a listing of the folder every 1 to 50 ms while somebody waits, none otherwise, and never
+for more than a tenth of the time. (The spool may be on a mount where change notifications do not arrive.)
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ RECORD_LATE: Final = "record-late"
 _SHORTEST_POLL_S: Final = 0.001
 _LONGEST_POLL_S: Final = 0.05
 _POLL_GROWTH: Final = 1.5
+_REST: Final = 9.0  # so many times as long as a listing took it pauses: a tenth of the loop's time at most
 _DETAIL: Final = 1000  # characters of a failure's text that are kept
 _REMEMBERED: Final = 1024  # fetched records; a second one under such a name comes at once or never
 
@@ -188,9 +189,11 @@ class Inbox:
     async def _poll(self) -> None:
         try:
             while self._waiting:
+                began_s = time.monotonic()
                 found = self._scan()
                 self._pause_s = _SHORTEST_POLL_S if found else min(self._pause_s * _POLL_GROWTH, _LONGEST_POLL_S)
-                await asyncio.sleep(self._pause_s)
+                # Thousands of names take milliseconds to list: the loop has other work than that.
+                await asyncio.sleep(max(self._pause_s, _REST * (time.monotonic() - began_s)))
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             for waiter in self._waiting.values():
                 if not waiter.future.done():
