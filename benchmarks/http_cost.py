@@ -161,7 +161,8 @@ def _round(server: Server, length: int, batch: int, number: int) -> dict[str, fl
 
 
 async def _post_batch(client: SGLangClient, asked: dict[str, Any]) -> object:
-    async with client._http.stream("POST", "/generate", content=json.dumps(asked, separators=(",", ":"))) as response:
+    content = json.dumps(asked, separators=(",", ":"))
+    async with client._http.stream("POST", "/generate", content=content, timeout=600) as response:
         answer = json.loads(await response.aread())
     assert [one["meta_info"]["id"] for one in answer] == asked["rid"]
     return answer

@@ -16,6 +16,7 @@ from sglang_double import PluginServer, reply_of
 from eyas.capture.contract import CaptureSpec, RequestId
 from eyas.config import ServerConfig, load
 from eyas.errors import ConfigError, EngineError, EyasError
+from eyas.extract.build import Job, check_dumps
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
 from eyas.extract.pool import ServerPool, open_servers, spools_of
 from eyas.extract.proof import Proof
@@ -192,6 +193,22 @@ def test_spools_follow_the_servers() -> None:
             spools_of(cfg, servers)
 
 
+def test_settings_name_the_servers_where_no_flag_does(tmp_path: Path) -> None:
+    cfg = load(overrides=["server.urls=[http://a:1, http://b:2]"])
+    assert Job(tmp_path, tmp_path, "m", (), cfg, SESSION).urls == ("http://a:1", "http://b:2")
+    assert Job(tmp_path, tmp_path, "m", (), cfg, SESSION).engine == "sglang"
+    assert Job(tmp_path, tmp_path, "m", ("http://c:3",), cfg, SESSION).urls == ("http://c:3",)
+
+
+@pytest.mark.parametrize("engine", ["hf", "fake", "dumpdir"])
+def test_engines_that_cannot_share_rows_say_so_and_show_no_password(engine: str, tmp_path: Path) -> None:
+    cfg = load(overrides=[f"extract.engine={engine}", f"dumpdir.folder={tmp_path}"][: 2 if engine == "dumpdir" else 1])
+    job = Job(tmp_path, tmp_path, "m", ("http://u:secret@a:1", "http://b:2"), cfg, SESSION)
+    with pytest.raises(ConfigError, match=r"http://a:1, http://b:2") as caught:
+        check_dumps(job, 1)
+    assert "secret" not in str(caught.value)
+
+
 # --- who gets a row
 
 
@@ -210,6 +227,40 @@ def test_rows_go_to_the_least_loaded(servers: Servers) -> None:
 
     with_pool(servers.pool(), work)
     assert servers.left() == []
+
+
+def test_what_is_in_flight_counts_and_not_what_was(servers: Servers) -> None:
+    async def work(pool: ServerPool) -> None:
+        await stored(pool, 0)
+        long = await pool.capture(request(1, tokens=100))
+        assert isinstance(long, Captured)
+        long.release()
+        await asyncio.sleep(0)
+        held = [await pool.capture(request(row, tokens=tokens)) for row, tokens in ((2, 20), (3, 5), (4, 5))]
+        assert {type(one) for one in held} == {Captured}
+
+    with_pool(servers.pool(), work)
+    assert [len(servers.rows(index)) for index in (0, 1)] == [2, 3]
+    assert servers.rows(0)[1] == str(request(2).rid)
+    assert [str(request(row).rid) for row in (3, 4)] == servers.rows(1)[1:]
+
+
+def test_a_row_cancelled_in_the_moment_it_gets_its_place_gives_it_back(tmp_path: Path) -> None:
+    servers = Servers(tmp_path, 1)
+
+    async def work(pool: ServerPool) -> None:
+        held = await pool.capture(request(0))
+        assert isinstance(held, Captured)
+        waiting = asyncio.create_task(pool.capture(request(1)))
+        await asyncio.sleep(0.01)
+        held.release()
+        asyncio.get_running_loop().call_soon(waiting.cancel)
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        assert await stored(pool, 2) == 0
+
+    with_pool(servers.pool(Limits(1, 1 << 20, 1 << 30)), work)
+    assert str(request(1).rid) not in servers.rows(0)
 
 
 def test_each_server_has_its_window_until_the_states_are_released(servers: Servers) -> None:
@@ -363,6 +414,23 @@ def test_one_that_comes_back_as_another_gets_no_row_ever_again(kind: str, server
             await stored(pool, 21)
 
     with_pool(servers.pool(restart_timeout_s=0), work)
+
+
+def test_a_server_that_refuses_us_is_lost_though_a_proof_that_goes_on_succeeds(tmp_path: Path) -> None:
+    servers = Servers(tmp_path, 1)
+
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        return away(body) if body["rid"] == str(request(0).rid) else httpx.Response(401)
+
+    async def work(pool: ServerPool) -> None:
+        servers.each[0].answers = answer
+        failed = await asyncio.gather(*(pool.capture(request(row)) for row in (0, 1)))
+        assert [one.reason for one in failed] == ["connection-lost", "server-lost"]
+        await until(lambda: len(servers.each[0].asked) == 4 and not pool._proofs)  # two rows, two probes
+        with pytest.raises(EngineError, match="no server is left"):
+            await pool.capture(request(2))
+
+    with_pool(servers.pool(), work)
 
 
 @pytest.mark.parametrize("patience_s", [0.0, 0.5])
