@@ -8,7 +8,8 @@
 SmolLM2-135M in bf16, all states of every token, on the real SGLang server: one as SGLang comes (no capture flag, no
 plugin) and one with the plugin. Beside them two vLLM servers, plain and extracting. In every round all take turns on
 the same prompts, in the opposite order every other round, and a ratio is always to the same engine's plain prefill of
-the same round. Capture is end to end: from the first request to the last shard complete and renamed, every row
+the same round; `ratio_on_one_server` is to plain requests on the capturing server. Processor time, server and client
+together, says the same with less noise. Capture is end to end: from the first request to the last shard complete and renamed, every row
 verified; vLLM's until the last file is in its place, nothing verified, since its format has no checksum. Afterwards,
 and not timed, every hash of the stores is read again.
 """
@@ -27,6 +28,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -41,7 +43,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # the CPU server's harness lives with t
 
 import vllm_peer  # noqa: E402
 from prefill import plain  # noqa: E402
-from process_tree import held, resident  # noqa: E402
+from process_tree import cpu_of, held, resident  # noqa: E402
 from vllm_peer import VllmServer, vllm_server  # noqa: E402
 
 from eyas.capture.contract import SPEC_FILE, ServerHello, default_layers  # noqa: E402
@@ -68,6 +70,7 @@ class Measured:
 
     Attributes:
         tokens_per_s: by mode, one figure a round.
+        cpu_ms: by mode, processor time of server and client together, in milliseconds for a thousand tokens.
         runs: of capture.
         memory: by process, bytes after each round.
         peer_bytes: of all states of one round of vLLM's.
@@ -75,6 +78,7 @@ class Measured:
     """
 
     tokens_per_s: dict[str, list[float]] = field(default_factory=dict)
+    cpu_ms: dict[str, list[float]] = field(default_factory=dict)
     runs: list[Summary] = field(default_factory=list)
     memory: dict[str, list[int]] = field(default_factory=dict)
     peer_bytes: int = 0
@@ -148,21 +152,26 @@ def measure(servers: Servers, corpora: list[Corpus], model: Path, base: Path) ->
         measured.runs.append(captured(servers.on, corpus, store, model))
         return measured.runs[-1].tokens_per_s
 
-    modes: dict[str, Callable[[Corpus], float]] = {
-        PLAIN: lambda corpus: asyncio.run(plain(servers.off.url, corpus, WINDOW)),
-        EYAS: eyas,
-        OTHERS: lambda corpus: asyncio.run(plain(servers.on.url, corpus, WINDOW)),
+    modes: dict[str, tuple[Server | VllmServer, Callable[[Corpus], float]]] = {
+        PLAIN: (servers.off, lambda corpus: asyncio.run(plain(servers.off.url, corpus, WINDOW))),
+        EYAS: (servers.on, eyas),
+        OTHERS: (servers.on, lambda corpus: asyncio.run(plain(servers.on.url, corpus, WINDOW))),
     }
     if servers.peers is not None:
         vllm, extracting = servers.peers
         modes |= {
-            VLLM_PLAIN: lambda corpus: asyncio.run(vllm_peer.prefill(vllm, corpus, WINDOW)),
-            VLLM: lambda corpus: asyncio.run(vllm_peer.prefill(extracting, corpus, WINDOW, files)),
+            VLLM_PLAIN: (vllm, lambda corpus: asyncio.run(vllm_peer.prefill(vllm, corpus, WINDOW))),
+            VLLM: (extracting, lambda corpus: asyncio.run(vllm_peer.prefill(extracting, corpus, WINDOW, files))),
         }
     for number, corpus in enumerate(corpora):
         files.mkdir()
         names = list(modes) if number % 2 else list(reversed(modes))
-        speed = {mode: modes[mode](corpus) for mode in names}
+        speed, used_s = {}, {}
+        for mode in names:
+            server, run = modes[mode]
+            before_s = cpu_of([server.pid]) + time.process_time()
+            speed[mode] = run(corpus)
+            used_s[mode] = cpu_of([server.pid]) + time.process_time() - before_s
         print(f"round {number}: {', '.join(f'{mode} {speed[mode]:,.0f}' for mode in modes)} tokens/s", flush=True)
         report = verify(store, corpus=corpus.path, sample=0, console=Console(file=io.StringIO()))
         report.check()
@@ -179,6 +188,7 @@ def measure(servers: Servers, corpora: list[Corpus], model: Path, base: Path) ->
             measured.verified += report.rows
             for mode in modes:
                 measured.tokens_per_s.setdefault(mode, []).append(speed[mode])
+                measured.cpu_ms.setdefault(mode, []).append(1e6 * used_s[mode] / int(corpus.n_tokens.sum()))
         else:
             measured.runs.clear()
     return measured
@@ -198,7 +208,9 @@ def entry(measured: Measured, corpora: list[Corpus], hello: ServerHello, threads
         "eyas_tokens_per_s": measured.middle(EYAS),
         "ratio": round(statistics.median(ratios), 4),
         "ratios": [round(ratio, 4) for ratio in ratios],
+        "ratio_on_one_server": round(statistics.median(measured.ratios(EYAS, OTHERS)), 4),
         "others_ratio": round(statistics.median(measured.ratios(OTHERS, PLAIN)), 4),
+        "cpu_ms_per_1000_tokens": {mode: round(statistics.median(used), 1) for mode, used in measured.cpu_ms.items()},
         "bytes_per_token": round(sum(run.bytes for run in measured.runs) / sum(tokens), 1),
         "gb_per_s": round(statistics.median(run.bytes / run.seconds for run in measured.runs) / 1e9, 4),
         "seconds": [round(run.seconds, 2) for run in measured.runs],

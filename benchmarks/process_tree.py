@@ -56,7 +56,7 @@ def measure(
     """
     with output.open("wb") as printed, session(command, printed, env=env) as process:
         sampler = _Sampler([process.pid, *with_sessions])
-        began, before_s = time.monotonic(), _ended_cpu_s() + _cpu_s(with_sessions)
+        began, before_s = time.monotonic(), _ended_cpu_s() + cpu_of(with_sessions)
         sampler.start()
         try:
             process.wait(limit_s)
@@ -64,7 +64,7 @@ def measure(
             kill(process)
         wall_s = time.monotonic() - began
         sampler.finish()
-        cpu_s = _ended_cpu_s() + _cpu_s(with_sessions) - before_s
+        cpu_s = _ended_cpu_s() + cpu_of(with_sessions) - before_s
     return Measured(process.returncode, wall_s, cpu_s, sampler.rss, sampler.own, output)
 
 
@@ -146,7 +146,7 @@ def _ended_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _cpu_s(sessions: Sequence[int]) -> float:
+def cpu_of(sessions: Sequence[int]) -> float:
     """So far, of the processes that run in these sessions."""
     fields = (_read(process / "stat").rpartition(")")[2].split() for process in _processes(set(sessions)))
     return sum(TICK_S * (int(one[11]) + int(one[12])) for one in fields if one)

@@ -37,11 +37,13 @@ class VllmServer:
 
     Attributes:
         url: where it answers.
+        pid: of its session.
         model: the name it serves its model by.
         staging: folder its files appear in; None where it extracts nothing.
     """
 
     url: str
+    pid: int
     model: str
     staging: Path | None
 
@@ -65,7 +67,7 @@ def vllm_server(
     log = folder / "server.log"
     with (
         log.open("wb") as printed,
-        session(_command(venv, model, port, staging, layers), printed, env=_env(venv, threads)),
+        session(_command(venv, model, port, staging, layers), printed, env=_env(venv, threads)) as process,
     ):
         deadline = time.monotonic() + _START_S
         while True:
@@ -73,10 +75,10 @@ def vllm_server(
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
                 break
             except OSError:
-                if time.monotonic() > deadline or not log.exists():
+                if time.monotonic() > deadline or process.poll() is not None:
                     raise RuntimeError(f"vLLM did not start:\n{log.read_text(errors='replace')[-4000:]}") from None
                 time.sleep(0.5)
-        yield VllmServer(f"http://127.0.0.1:{port}", str(model), staging)
+        yield VllmServer(f"http://127.0.0.1:{port}", process.pid, str(model), staging)
 
 
 def _command(venv: Path, model: Path, port: int, staging: Path | None, layers: Sequence[int] | None) -> list[str]:
