@@ -40,8 +40,9 @@ from eyas.capture.contract import (
 )
 from eyas.capture.tensorfile import layout
 from eyas.config import ServerConfig
-from eyas.extract.engine import Captured, CaptureRequest
+from eyas.extract.engine import Captured, CaptureRequest, Failed
 from eyas.extract.fake import FakeEngine
+from eyas.extract.record import tensors_of
 
 CHUNK = 64
 
@@ -179,6 +180,13 @@ def reply_of(word: dict[str, Any] | None) -> httpx.Response:
     if word is not None:
         meta["eyas"] = [word]
     return httpx.Response(200, json={"text": "", "output_ids": [5], "meta_info": meta})
+
+
+def in_memory(states: Captured) -> Captured:
+    """What an engine delivered, as tensors."""
+    tensors = tensors_of(states)
+    assert not isinstance(tensors, Failed), tensors
+    return dataclasses.replace(states, aux=tensors[0], last=tensors[1])
 
 
 def record_bytes(header: RecordHeader, aux: torch.Tensor, last: torch.Tensor, dtype: str) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_double import PluginServer
+from sglang_double import PluginServer, in_memory
 from transformers import AutoModelForCausalLM
 
 from eyas.capture.contract import CaptureSpec, RequestId, count_of, field_hash
@@ -168,6 +168,7 @@ def positions(runs: list[int]) -> list[int]:
 
 def check(subject: Subject, asked: CaptureRequest, got: Captured) -> None:
     """Shapes, dtype, digests, and that the states are this row's."""
+    got = in_memory(got)
     spec, rows = subject.spec, len(asked.tokens)
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[spec.dtype]
     assert got.aux.shape == (rows, len(spec.layers), spec.hidden_size)
@@ -231,17 +232,18 @@ def test_rows_of_one_token(subject: Subject) -> None:
 def test_another_attempt_gives_the_same_states(subject: Subject) -> None:
     (asked,) = requests_for([some_tokens(30, 1)])
     again = CaptureRequest(asked.rid._replace(attempt=1), asked.tokens, asked.last_runs)
-    one, other = capture(subject, [asked, again])
+    one, other = map(in_memory, capture(subject, [asked, again]))
     torch.testing.assert_close(one.aux, other.aux, rtol=subject.tolerance, atol=subject.tolerance)
     one.release()
     check(subject, again, other)
     other.release()
 
 
-def test_released_states_stay_readable(subject: Subject) -> None:
+def test_states_in_memory_stay_when_their_origin_is_released(subject: Subject) -> None:
     requests = requests_for([some_tokens(20, seed) for seed in range(4)])
-    results = capture(subject, requests)
-    for got in results:
+    captured = capture(subject, requests)
+    results = [in_memory(got) for got in captured]
+    for got in captured:
         got.release()
     for asked, got in zip(requests, results, strict=True):
         check(subject, asked, got)

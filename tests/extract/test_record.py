@@ -1,25 +1,26 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from sglang_double import record_bytes
+from sglang_double import in_memory, record_bytes
 
 from eyas.capture.contract import CaptureSpec, RecordHeader, Refusal, RequestId, count_of, runs_hash, token_hash
 from eyas.capture.tensorfile import parse_header
-from eyas.extract.engine import Captured, CaptureRequest, Failed, Retry
+from eyas.extract.engine import Captured, CaptureRequest, Failed, Retry, StatesLost
 from eyas.extract.fake import FakeEngine
-from eyas.extract.record import RETRY, open_record, refused
+from eyas.extract.record import RETRY, open_record, read_record, refused
 
 SPEC = CaptureSpec((1, 3, 6), "loss", "bf16", 24, 1000, 10, "f" * 32)
 REQUEST = CaptureRequest(RequestId("run00000", "ses00000", 5, 1), [4, 5, 6, 7, 8], [1, 2, 3, 5])
@@ -69,40 +70,100 @@ def test_right_record_is_opened(dtype: str, tokens: list[int], runs: list[int], 
     path = write(tmp_path, record_bytes(header(request, spec), made.aux, made.last, dtype))
     got = open_record(path, request, spec)
     assert isinstance(got, Captured)
-    assert torch.equal(got.aux, made.aux)
-    assert torch.equal(got.last, made.last)
     assert (got.aux_xxh3, got.last_xxh3) == (made.aux_xxh3, made.last_xxh3)
+    for read in (in_memory(got), in_memory(got)):  # reading leaves nothing behind
+        assert torch.equal(read.aux, made.aux)
+        assert torch.equal(read.last, made.last)
+    got.release()
     with safe_open(path, "pt") as file:  # what others see in the file
         assert torch.equal(file.get_tensor("aux"), made.aux)
 
 
-def test_states_are_a_copy_of_their_own(tmp_path: Path) -> None:
+def test_states_in_memory_are_a_copy_of_their_own(tmp_path: Path) -> None:
+    path = write(tmp_path, right_bytes())
+    got = read_record(path, REQUEST, SPEC)
+    assert not isinstance(got, Failed)
+    got[0].zero_()
+    assert path.read_bytes() == right_bytes()
+    path.unlink()
+    assert torch.equal(got[1], states().last)
+
+
+def test_states_are_those_of_the_file_whose_claims_were_checked(tmp_path: Path) -> None:
+    """Another file under the same name, or none any more, is nothing to the one that is open."""
     path = write(tmp_path, right_bytes())
     got = open_record(path, REQUEST, SPEC)
     assert isinstance(got, Captured)
-    got.aux.zero_()
-    assert path.read_bytes() == right_bytes()
     path.unlink()
-    last = got.last
-    del got
-    gc.collect()
-    assert torch.equal(last, states().last)
+    path.write_bytes(b"x" * len(right_bytes()))
+    assert torch.equal(in_memory(got).aux, states().aux)
 
 
-def test_a_file_that_changes_or_shrinks_afterwards_changes_nothing(tmp_path: Path) -> None:
-    """A mapping would show the change, and end the process at the first page that is gone."""
-    spec = replace(SPEC, hidden_size=4096)
-    request = replace(REQUEST, last_runs=[0, 5])
-    made = states(request, spec)
-    path = write(tmp_path, record_bytes(header(request, spec), made.aux, made.last, spec.dtype))
-    changed, cut = (open_record(path, request, spec) for _ in range(2))
-    with path.open("r+b") as file:
-        file.write(b"x" * path.stat().st_size)
-    assert isinstance(changed, Captured)
-    assert torch.equal(changed.aux, made.aux)
-    path.write_bytes(b"")
-    assert isinstance(cut, Captured)
-    assert torch.equal(cut.last, made.last)
+def pieces(source: Any, size: int) -> list[bytes]:
+    return [bytes(piece) for piece in source.pieces(size)]
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_pieces_of_any_size_are_the_bytes_in_order(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = write(tmp_path_factory.getbasetemp(), right_bytes())
+    got = open_record(path, REQUEST, SPEC)
+    assert isinstance(got, Captured)
+    made = in_memory(got)
+    for source, right in ((got.aux, made.aux), (got.last, made.last)):
+        whole = right.contiguous().view(torch.uint8).numpy().tobytes()
+        size = data.draw(st.integers(1, len(whole) + 3))
+        assert source.nbytes == len(whole)
+        assert pieces(source, size) == [whole[at : at + size] for at in range(0, len(whole), size)]
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_a_file_cut_while_it_is_read_fails_by_name(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """At any byte, before any piece. (A mapping would end the process at the first page that is gone.)"""
+    whole = right_bytes()
+    path = write(tmp_path_factory.getbasetemp(), whole)
+    got = open_record(path, REQUEST, SPEC)
+    assert isinstance(got, Captured)
+    stop = len(whole) - len(b"".join(pieces(got.last, 64)))  # where aux ends
+    size = data.draw(st.integers(1, 400))
+    reading = got.aux.pieces(size)
+    seen = b"".join(bytes(next(reading)) for _ in range(data.draw(st.integers(0, (got.aux.nbytes - 1) // size))))
+    start = stop - got.aux.nbytes
+    os.truncate(path, data.draw(st.integers(0, stop - 1)))
+    with pytest.raises(StatesLost) as lost:
+        for piece in reading:
+            seen += bytes(piece)
+    assert lost.value.failure.reason == "record-damaged"
+    assert lost.value.failure.retry is Retry.ATTEMPT
+    assert seen == whole[start : start + len(seen)]
+
+
+def test_a_disk_that_cannot_be_read_fails_by_name(tmp_path: Path) -> None:
+    got = open_record(write(tmp_path, right_bytes()), REQUEST, SPEC)
+    assert isinstance(got, Captured)
+    got.release()  # the descriptor is gone: any error of the system call
+    with pytest.raises(StatesLost) as lost:
+        pieces(got.aux, 64)
+    assert lost.value.failure.reason == "record-unreadable"
+
+
+def test_each_thread_has_one_buffer_and_keeps_it(tmp_path: Path) -> None:
+    got = open_record(write(tmp_path, right_bytes()), REQUEST, SPEC)
+    assert isinstance(got, Captured)
+
+    def address() -> set[int]:
+        return {np.frombuffer(piece, "u1").ctypes.data for _ in range(3) for piece in got.aux.pieces(64)}
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        mine, theirs = one.submit(address).result(), other.submit(address).result()
+        assert len(mine) == len(theirs) == 1
+        assert mine != theirs
+        assert one.submit(address).result() == mine
 
 
 def test_a_file_that_is_larger_than_the_row_can_be_is_not_read(tmp_path: Path) -> None:
@@ -209,10 +270,10 @@ def test_a_flipped_header_byte_never_passes_for_another_row(
     size = len(parse_header(bytes(whole), len(whole)).header)
     at, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7))
     whole[at] ^= 1 << bit
-    got = open_record(write(tmp_path_factory.mktemp("flip"), bytes(whole)), REQUEST, SPEC)
-    if isinstance(got, Captured):  # only a digest may differ, which the reader compares with the bytes
-        assert torch.equal(got.aux, states().aux)
-        assert torch.equal(got.last, states().last)
+    got = read_record(write(tmp_path_factory.mktemp("flip"), bytes(whole)), REQUEST, SPEC)
+    if not isinstance(got, Failed):
+        assert torch.equal(got[0], states().aux)
+        assert torch.equal(got[1], states().last)
 
 
 @pytest.mark.parametrize(
@@ -231,10 +292,20 @@ def test_missing_file_is_unreadable(tmp_path: Path) -> None:
 
 
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:
+    (tmp_path / "damaged").mkdir()
     path = write(tmp_path, right_bytes())
     before = len(list(Path("/proc/self/fd").iterdir()))
+    damaged = write(tmp_path / "damaged", right_bytes()[:-1])
     kept = [open_record(path, REQUEST, SPEC) for _ in range(20)]
-    assert len(kept) == 20
+    for got in kept[:10]:
+        assert isinstance(got, Captured)
+        got.release()
+        got.release()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 10
+    del got, kept  # nobody wants them any more
+    for answer in (open_record(damaged, REQUEST, SPEC), open_record(tmp_path, REQUEST, SPEC)):
+        assert isinstance(answer, Failed)
+    assert not isinstance(read_record(path, REQUEST, SPEC), Failed)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 

@@ -72,7 +72,7 @@ class SlowStore(StoreWriter):
 
         def gated(row, *args):
             self.gate(row)
-            put(row, *args)
+            return put(row, *args)
 
         writer.put = gated  # an instance's own: the shipped writer under a slow disk
         return writer

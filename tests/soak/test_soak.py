@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 
 import eyas
-from eyas.capture.contract import CaptureSpec, RecordHeader, RequestId, field_hash, runs_hash, token_hash
+from eyas.capture.contract import CaptureSpec, RecordHeader, RequestId, runs_hash, token_hash
 from eyas.config import load
 from eyas.data.corpus import Corpus
 from eyas.extract.engine import CaptureRequest, Failed
-from eyas.extract.record import open_record
+from eyas.extract.record import read_record
 from eyas.store.check import finite_check
 from eyas.store.shardfile import ShardIndex, read_index
 from servers import require_sglang
@@ -283,12 +283,10 @@ def record(row: int, rows: int, seed: int, session: str = "session0") -> tuple[C
 
 def refusal(path: Path, request: CaptureRequest) -> str | None:
     """Why a client does not believe a record; None where it does."""
-    result = open_record(path, request, SPEC)
+    result = read_record(path, request, SPEC)
     if isinstance(result, Failed):
         return result.reason
-    parts = [part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for part in (result.aux, result.last)]
-    if [field_hash(part) for part in parts] != [result.aux_xxh3, result.last_xxh3]:
-        return "checksum-differs"
+    parts = [part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for part in result]
     return None if all(finite_check(SPEC)(memoryview(part)) for part in parts) else "not-finite"
 
 

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from eyas.capture.contract import CaptureSpec, RequestId
+from eyas.store.source import Source
 
 if TYPE_CHECKING:
     import torch
@@ -38,17 +39,19 @@ class CaptureRequest:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """States of one row, in memory that nobody else writes to. Call `release` when they are stored.
+    """States of one row: in memory that nobody else writes to, or a `Source` of bytes that still lie at their origin.
+
+    Call `release` when they are stored.
 
     Attributes:
-        aux: [T, A, H] in the spec's dtype.
-        last: [L, H] in the spec's dtype.
+        aux: [T, A, W] as stored (`CaptureSpec.aux_shape`).
+        last: [L, W] likewise.
         aux_xxh3, last_xxh3: xxh3-64 claimed by the origin; the caller compares them with the bytes it read.
-        release: drops the record at its origin (removes the spool file).
+        release: drops the record at its origin (removes the spool file); the states cannot be read after it.
     """
 
-    aux: torch.Tensor
-    last: torch.Tensor
+    aux: torch.Tensor | Source
+    last: torch.Tensor | Source
     aux_xxh3: int
     last_xxh3: int
     release: Callable[[], None] = lambda: None
@@ -70,6 +73,14 @@ class Failed:
     reason: str
     detail: str = ""
     retry: Retry = Retry.ATTEMPT
+
+
+class StatesLost(Exception):
+    """Raised by a `Source` that cannot be read to its end; `failure` is what that means for the row."""
+
+    def __init__(self, failure: Failed) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,22 @@
 """A record file that a server's plugin wrote: read once, believed only after every claim was checked.
 
-It is read into memory and not mapped. Others may write to the spool: what is hashed must be what is stored, and a file
-that is cut short under a mapping kills the process that looks at it. (Measured: as fast up to 2 MB a row, a fifth more
-processor time in the store's threads at 32 MB.)
+    open_record   the header's claims; the states stay in the file until `ShardWriter.put` takes them piece by piece
+    read_record   the states as tensors, for who needs their numbers
+
+Pieces are read into one buffer a thread, and not mapped. Others may write to the spool: what is hashed must be what is
+stored, and a file that is cut short under a mapping kills the process that looks at it.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from eyas.capture.contract import (
@@ -23,12 +25,14 @@ from eyas.capture.contract import (
     RecordHeader,
     Refusal,
     count_of,
+    field_hash,
     runs_hash,
     token_hash,
 )
-from eyas.capture.tensorfile import Layout, parse_header
-from eyas.extract.engine import Captured, CaptureRequest, Failed, Retry
+from eyas.capture.tensorfile import Layout, TensorInfo, parse_header
+from eyas.extract.engine import Captured, CaptureRequest, Failed, Retry, StatesLost
 
+_HEADER_GUESS: Final = 4096  # one of a row in a few chunks has about a thousand bytes
 _MAX_HEADER_BYTES: Final = 1 << 20  # tens of thousands of chunks
 _TORCH: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}
 
@@ -58,6 +62,105 @@ def refused(reason: str, detail: str = "") -> Failed:
     return Failed(str(known), detail, RETRY[known])
 
 
+class _RecordFile:
+    """An open record. Closed when its states are stored, or when nobody holds it any more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.status = os.fstat(descriptor)
+        self.size = self.status.st_size
+
+    def fill(self, view: memoryview, offset: int) -> None:
+        """Read the bytes at `offset`, as many as the view has.
+
+        Raises:
+            StatesLost: the disk, or the file was cut short meanwhile.
+        """
+        done = 0
+        try:
+            while done < len(view):
+                got = os.preadv(self._descriptor, [view[done:]], offset + done)
+                if not got:
+                    detail = f"the file ended at byte {offset + done} of {self.size} while it was read"
+                    raise StatesLost(Failed("record-damaged", detail))
+                done += got
+        except OSError as error:
+            raise StatesLost(Failed("record-unreadable", error.strerror or str(error))) from error
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Field:
+    """One field of an open record: a `Source`."""
+
+    def __init__(self, file: _RecordFile, info: TensorInfo) -> None:
+        self._file, self._info = file, info
+
+    @property
+    def nbytes(self) -> int:
+        return self._info.stop - self._info.start
+
+    def pieces(self, size: int) -> Iterator[memoryview]:
+        """Raises StatesLost where the file ends early or cannot be read."""
+        buffer = _buffer(size) if self.nbytes else memoryview(b"")
+        for start in range(self._info.start, self._info.stop, size):
+            piece = buffer[: min(size, self._info.stop - start)]
+            self._file.fill(piece, start)
+            yield piece
+
+    def tensor(self) -> torch.Tensor:
+        """All of it, in memory of its own. Raises StatesLost."""
+        tensor = torch.empty(self._info.shape, dtype=_TORCH[self._info.dtype])
+        if self.nbytes:
+            self._file.fill(tensor.view(-1).view(torch.uint8).numpy().data, self._info.start)
+        return tensor
+
+
+_buffers = threading.local()
+
+
+def _buffer(size: int) -> memoryview:
+    """This thread's own, kept until the thread ends: fresh memory would cost more than the reading."""
+    buffer: memoryview | None = getattr(_buffers, "own", None)
+    if buffer is None or len(buffer) != size:
+        buffer = _buffers.own = memoryview(mmap.mmap(-1, size))
+    return buffer
+
+
+def read_record(
+    path: Path, request: CaptureRequest, spec: CaptureSpec, owners: Collection[int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor] | Failed:
+    """As `open_record`, but `aux` [T, A, W] and `last` [L, W] in memory, compared with the header's digests."""
+    opened = open_record(path, request, spec, owners=owners)
+    if isinstance(opened, Failed):
+        return opened
+    try:
+        return tensors_of(opened)
+    finally:
+        opened.release()
+
+
+def tensors_of(states: Captured) -> tuple[torch.Tensor, torch.Tensor] | Failed:
+    """`aux` and `last` in memory, once their digests were compared; a failure where they cannot be had."""
+    tensors: list[torch.Tensor] = []
+    for part, claimed in ((states.aux, states.aux_xxh3), (states.last, states.last_xxh3)):
+        try:
+            tensor = part.tensor() if isinstance(part, _Field) else part
+        except StatesLost as lost:
+            return lost.failure
+        assert isinstance(tensor, torch.Tensor), "no other source is known"
+        if field_hash(tensor.contiguous().flatten().view(torch.uint8).numpy()) != claimed:
+            return Failed("checksum-differs", "not the bytes that the header's digests are of")
+        tensors.append(tensor)
+    return tensors[0], tensors[1]
+
+
 def open_record(
     path: Path,
     request: CaptureRequest,
@@ -65,7 +168,7 @@ def open_record(
     release: Callable[[], None] = lambda: None,
     owners: Collection[int] | None = None,
 ) -> Captured | Failed:
-    """Read a record and check that it is the answer to `request` under `spec`. Blocks: call it in a thread.
+    """Check that a record is the answer to `request` under `spec`. Blocks: call it in a thread.
 
     Args:
         path: the file.
@@ -74,50 +177,65 @@ def open_record(
         owners: user ids whose file it may be; None is anybody.
 
     Returns:
-        Its tensors in memory of our own, with the digests its header claims (comparing them with the bytes is the
-        reader's, who passes over the bytes anyway); or a failure named after the first claim that does not hold.
+        Its states as sources that read the very file whose claims were checked, with the digests it claims: whoever
+        passes over the bytes compares them. Or a failure named after the first claim that does not hold.
     """
     most = _MAX_HEADER_BYTES + spec.record_bytes(len(request.tokens), count_of(request.last_runs))
-    data = _read(path, most, owners)
-    if isinstance(data, Failed):
-        return data
+    file = _open(path, most, owners)
+    if isinstance(file, Failed):
+        return file
+    failure: Failed | None
     try:
-        plan = parse_header(data.data, len(data))
+        plan = parse_header(_head(file), file.size)
         header = RecordHeader.from_json(plan.metadata[RECORD_METADATA])
         digests = int(header.aux, 16), int(header.last, 16)
+        failure = _mismatch(header, request, spec) or _shape_mismatch(plan, header, spec)
+    except StatesLost as lost:
+        failure = lost.failure
     except (ValueError, TypeError) as error:
-        return Failed("record-damaged", str(error))
+        failure = Failed("record-damaged", str(error))
     except KeyError:
-        return Failed("record-damaged", "the file has no record header")
-    if (failure := _mismatch(header, request, spec) or _shape_mismatch(plan, header, spec)) is not None:
-        return failure
-    return Captured(_view(data, plan, "aux"), _view(data, plan, "last"), *digests, release)
+        failure = Failed("record-damaged", "the file has no record header")
+    else:
+        if failure is None:
+
+            def done() -> None:
+                file.close()
+                release()
+
+            return Captured(_Field(file, plan.tensors["aux"]), _Field(file, plan.tensors["last"]), *digests, done)
+    file.close()
+    return failure
 
 
-def _read(path: Path, most: int, owners: Collection[int] | None) -> npt.NDArray[np.uint8] | Failed:
-    """The whole file, where it is a plain one of at most `most` bytes."""
+def _open(path: Path, most: int, owners: Collection[int] | None) -> _RecordFile | Failed:
+    """The file, where it is a plain one of at most `most` bytes."""
     try:
         # In a folder that others may write to, a link must not lead elsewhere nor a pipe make us wait.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                return Failed("record-unreadable", "not a regular file")
-            if owners is not None and status.st_uid not in owners:
-                return Failed("record-foreign", f"the file belongs to user {status.st_uid}")
-            if status.st_size > most:
-                return Failed("record-damaged", f"the file has {status.st_size} bytes, the row's needs {most} at most")
-            data = np.empty(status.st_size, dtype=np.uint8)
-            done, view = 0, data.data
-            while done < len(data) and (got := os.preadv(descriptor, [view[done:]], done)):
-                done += got
-        finally:
-            os.close(descriptor)
+        file = _RecordFile(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
         return Failed("record-unreadable", error.strerror or str(error))
-    if done < len(data):
-        return Failed("record-damaged", f"the file ended at byte {done} of {len(data)} while it was read")
-    return data
+    if not stat.S_ISREG(file.status.st_mode):
+        failure = Failed("record-unreadable", "not a regular file")
+    elif owners is not None and file.status.st_uid not in owners:
+        failure = Failed("record-foreign", f"the file belongs to user {file.status.st_uid}")
+    elif file.size > most:
+        failure = Failed("record-damaged", f"the file has {file.size} bytes, the row's needs {most} at most")
+    else:
+        return file
+    file.close()
+    return failure
+
+
+def _head(file: _RecordFile) -> memoryview:
+    """The file's first bytes, with the whole header where its length is a possible one. Raises StatesLost."""
+    view = memoryview(bytearray(min(_HEADER_GUESS, file.size)))
+    file.fill(view, 0)
+    needed = 8 + int.from_bytes(view[:8], "little")
+    if len(view) < needed <= min(file.size, 8 + _MAX_HEADER_BYTES):
+        view = memoryview(bytearray(needed))
+        file.fill(view, 0)
+    return view
 
 
 def _mismatch(header: RecordHeader, request: CaptureRequest, spec: CaptureSpec) -> Failed | None:
@@ -162,12 +280,3 @@ def _shape_mismatch(plan: Layout, header: RecordHeader, spec: CaptureSpec) -> Fa
     }
     got = {name: (info.dtype, info.shape) for name, info in plan.tensors.items()}
     return None if got == wanted else Failed("shape-differs", f"{got}, expected {wanted}")
-
-
-def _view(data: npt.NDArray[np.uint8], plan: Layout, name: str) -> torch.Tensor:
-    info = plan.tensors[name]
-    dtype = _TORCH[info.dtype]
-    if info.start == info.stop:  # frombuffer takes no empty range
-        return torch.empty(info.shape, dtype=dtype)
-    count = (info.stop - info.start) // dtype.itemsize
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=info.start).reshape(info.shape)

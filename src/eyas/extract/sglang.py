@@ -35,7 +35,7 @@ from eyas.errors import EngineError
 from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
 from eyas.extract.inbox import RECORD_LATE, Inbox
 from eyas.extract.proof import Proof
-from eyas.extract.record import open_record, refused
+from eyas.extract.record import open_record, read_record, refused
 from eyas.extract.sglang_client import DUPLICATE_RID, ServerAway, SGLangClient
 
 _PROBE_TOKENS: Final = 4
@@ -289,13 +289,14 @@ class SGLangEngine:
             # At the start it is the wrong spool; later a writer that is behind.
             kind = EngineError if path.reason == RECORD_LATE and not self._proofs else ProbeFailed
             raise kind("the probe's record did not come", self.spool, hint)
-        result = await asyncio.to_thread(open_record, path, request, live, owners=self._inbox.owners)
+        result = await asyncio.to_thread(read_record, path, request, live, owners=self._inbox.owners)
         if isinstance(result, Failed):
             if result.reason == "record-unreadable":
                 hint = "run as the server's user, or serve with a spool mode and group that you belong to"
                 raise EngineError(f"may not read records ({result.detail})", path, hint)
             raise EngineError(f"the probe's record is wrong: {result.reason}", path, result.detail)
-        stored = torch.cat([result.aux, result.last.unsqueeze(1)], dim=1)
+        aux, last = result
+        stored = torch.cat([aux, last.unsqueeze(1)], dim=1)
         states = decode(stored, live.dtype, live.hidden_size)
         await asyncio.to_thread(self._proof.check, states, live.spec_id, self._client.where)
         try:

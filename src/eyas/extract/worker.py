@@ -15,24 +15,27 @@ from typing import TypeVar
 
 import torch
 
-from eyas.capture.contract import CaptureSpec, RequestId, field_hash
+from eyas.capture.contract import CaptureSpec, RequestId
 from eyas.config import ExtractConfig
 from eyas.data.corpus import Corpus, CorpusRow
 from eyas.errors import EngineError, EyasError
-from eyas.extract.engine import Captured, CaptureRequest, Engine, Failed, Retry
+from eyas.extract.engine import Captured, CaptureRequest, Engine, Failed, Retry, StatesLost
 from eyas.extract.window import Window
 from eyas.positions import kept_positions, kept_runs
-from eyas.store.check import finite_check
-from eyas.store.files import CHUNK_BYTES
 from eyas.store.format import RowContents
 from eyas.store.plan import Shard
-from eyas.store.shard_writer import Distrust, ShardWriter
+from eyas.store.shard_writer import Distrust, Rejected, ShardWriter
+from eyas.store.source import Source, source_of
 from eyas.store.writer import ShardState, StoreWriter
 
 _MAX_SENDS = 100  # attempt numbers have two digits
 # Doubling between these, a hundred sends outwait a spool that is full for more than twenty minutes.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 15.0
 _STORE_THREADS = 4
+_REJECTED = {
+    Rejected.CHECKSUM: "the states changed between the engine and the store",
+    Rejected.NOT_FINITE: "NaN or Inf among the states",
+}
 
 _T = TypeVar("_T")
 
@@ -259,18 +262,15 @@ class Worker:
         return work.result()
 
     def _store_states(self, writer: ShardWriter, row: int, states: Captured) -> Failed | None:
-        """Verify the bytes that were read and write them; runs in a thread. None when stored."""
+        """Bring the states to their place, verified on the way; runs in a thread. None when stored."""
         try:
-            aux, last = _bytes_of(states.aux), _bytes_of(states.last)
-            hashes = field_hash(aux), field_hash(last)
-            if hashes != (states.aux_xxh3, states.last_xxh3):
-                return Failed("checksum-differs", "the states changed between the engine and the store")
-            if not all(all(map(finite_check(self._spec), _chunks(field))) for field in (aux, last)):
-                return Failed("not-finite", "NaN or Inf among the states")
-            writer.put(row, aux, last, hashes)
-            return None
+            claimed = states.aux_xxh3, states.last_xxh3
+            rejected = writer.put(row, _source(states.aux), _source(states.last), claimed)
+        except StatesLost as lost:
+            return lost.failure
         finally:
             states.release()
+        return None if rejected is None else Failed(str(rejected), _REJECTED[rejected])
 
     async def _fail(self, shard: _OpenShard, row: int, failure: Failed) -> None:
         await self._in_thread(shard.writer.fail, row, failure.reason, failure.detail)
@@ -316,12 +316,8 @@ class Worker:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
 
-def _bytes_of(states: torch.Tensor) -> memoryview:
+def _source(states: torch.Tensor | Source) -> Source:
     """A tensor's bytes, without a copy where it is contiguous."""
-    return states.contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def _chunks(data: memoryview) -> Iterator[memoryview]:
-    """Pieces that stay in cache. (torch could look at the whole, but would start a pool of threads in each of ours.)"""
-    for start in range(0, len(data), CHUNK_BYTES):
-        yield data[start : start + CHUNK_BYTES]
+    if isinstance(states, torch.Tensor):
+        return source_of(states.contiguous().flatten().view(torch.uint8).numpy())
+    return states

@@ -11,18 +11,22 @@ from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
+import xxhash
 
-from eyas.capture.contract import CaptureSpec, field_hash
+from eyas.capture.contract import CaptureSpec
 from eyas.capture.tensorfile import Layout
 from eyas.disk import fsync_dir
 from eyas.errors import IntegrityError, StoreError
+from eyas.store.check import finite_check
 from eyas.store.files import (
+    CHUNK_BYTES,
     ShardPaths,
     disk_errors,
     hash_range,
     pwrite_all,
     pwrite_zeros,
     read_journal,
+    start_write_back,
     write_atomic,
 )
 from eyas.store.format import KnownTensors, RowStatus, StoreInfo
@@ -37,20 +41,10 @@ from eyas.store.journal import (
 )
 from eyas.store.plan import Shard
 from eyas.store.shardfile import read_index, sidecar_of, state_span
+from eyas.store.source import Source, flat, source_of
 
+_WRITE_BACK_BYTES: Final = 64 << 20  # what may lie in memory before the disk is told to begin
 _DETAIL: Final = 1000  # characters of a reason that are kept: a server may say anything
-
-
-def flat(data: Any) -> memoryview:
-    """The bytes of any C-contiguous buffer, without a copy.
-
-    Raises:
-        TypeError: not a buffer, or not contiguous.
-    """
-    view = memoryview(data)
-    if not view.nbytes:
-        return memoryview(b"")  # a view with a zero in its shape cannot be cast
-    return view.cast("B")
 
 
 def _plain(text: str) -> str:
@@ -64,6 +58,13 @@ class Distrust(StrEnum):
     DAMAGED = "journal-damaged"  # a line is not what was written; nor is what follows it believed
     FOREIGN = "journal-foreign"  # rows of another plan, spec or corpus, or of another shard
     DIFFERS = "row-differs"  # the bytes in the file are not those that were journalled
+
+
+class Rejected(StrEnum):
+    """Why states that came were not stored. The row stays pending."""
+
+    CHECKSUM = "checksum-differs"  # not the bytes that their origin hashed
+    NOT_FINITE = "not-finite"  # NaN or infinity among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class ShardWriter:
         self._sessions: list[Session] = []
         self._journal_fd = -1
         self._journal_bytes = 0
+        self._unsent = 0  # bytes written since the disk was last told to begin
         self._broken = self._closed = False
 
     # --- opening ---
@@ -185,35 +187,71 @@ class ShardWriter:
         with self._lock:
             return {row: e.reason for row, e in sorted(self._rows.items()) if isinstance(e, RowFailed)}
 
-    def put(self, row: int, aux: Any, last: Any, hashes: tuple[int, int] | None = None) -> None:
-        """Store a row's states.
+    def put(self, row: int, aux: Any, last: Any, claimed: tuple[int, int] | None = None) -> Rejected | None:
+        """Store a row's states: read, hashed, checked and written piece by piece, each while it is in the cache.
+
+        What is wrong shows only at the end, when wrong bytes are in the row's place. There they are nobody's: the row
+        is not journalled, the next attempt overwrites them, and `finish` zeroes the place of a row given up.
 
         Args:
             row: corpus row number, pending.
-            aux: C-contiguous buffer of [T, A, H] little-endian numbers in the spec's dtype.
-            last: same of [L, H].
-            hashes: xxh3-64 of the two, where the caller has just computed them over these very buffers.
+            aux: [T, A, W] items as stored (`CaptureSpec.aux_shape`): a C-contiguous buffer, or a `Source`.
+            last: same of [L, W].
+            claimed: xxh3-64 of the two by their origin. What is not so, or not finite, is rejected; without it, what
+                comes is stored.
+
+        Returns:
+            Why they were rejected, or None: stored.
 
         Raises:
-            IntegrityError: a buffer of another length than the plan's.
+            IntegrityError: another length than the plan's.
             StoreError: the disk. The row stays pending.
             ValueError: the row is not of this shard, is already written, or is being written.
+            Whatever a source raises; the row stays pending.
         """
-        aux_bytes, last_bytes = flat(aux), flat(last)
+        sources = source_of(aux), source_of(last)
         spans = self._claim(row)
         try:
-            for field, data, (start, stop) in zip(("aux", "last"), (aux_bytes, last_bytes), spans, strict=True):
-                if len(data) != stop - start:
+            for field, source, (start, stop) in zip(("aux", "last"), sources, spans, strict=True):
+                if source.nbytes != stop - start:
                     raise IntegrityError(
-                        f"{field} has {len(data)} bytes, the plan says {stop - start}", f"row {row}", "another model?"
+                        f"{field} has {source.nbytes} bytes, the plan says {stop - start}",
+                        f"row {row}",
+                        "another model?",
                     )
-            aux_xxh3, last_xxh3 = hashes if hashes is not None else (field_hash(aux_bytes), field_hash(last_bytes))
-            with disk_errors(self._paths.part):
-                pwrite_all(self._fd, aux_bytes, spans[0][0])
-                pwrite_all(self._fd, last_bytes, spans[1][0])
+            aux_xxh3, aux_finite = self._write(sources[0], spans[0][0])
+            last_xxh3, last_finite = self._write(sources[1], spans[1][0])
+            if claimed is not None and (aux_xxh3, last_xxh3) != claimed:
+                return Rejected.CHECKSUM
+            if claimed is not None and not (aux_finite and last_finite):
+                return Rejected.NOT_FINITE
             self._record(RowOk(row, aux_xxh3, last_xxh3))
+            self._written(sum(source.nbytes for source in sources))
+            return None
         finally:
             self._land(row)
+
+    def _write(self, source: Source, start: int) -> tuple[int, bool]:
+        """Bring a field to its place; its xxh3-64, and whether all of it is finite."""
+        digest, look, finite, at = xxhash.xxh3_64(), finite_check(self._spec), True, start
+        for piece in source.pieces(CHUNK_BYTES):
+            digest.update(piece)
+            finite = look(piece) and finite
+            with disk_errors(self._paths.part):
+                pwrite_all(self._fd, piece, at)
+            at += len(piece)
+        if at - start != source.nbytes:
+            raise IntegrityError(f"a source of {source.nbytes} bytes gave {at - start}", self._paths.part, "")
+        return digest.intdigest(), finite
+
+    def _written(self, size: int) -> None:
+        """Let the disk begin while rows still come: `finish` then waits for little."""
+        with self._lock:
+            self._unsent += size
+            if self._unsent < _WRITE_BACK_BYTES:
+                return
+            self._unsent = 0
+        start_write_back(self._fd)
 
     def fail(self, row: int, reason: str, detail: str = "") -> None:
         """Give a row up by name. It is not pending any more; `StoreWriter.reopen_failed` makes it so again.
