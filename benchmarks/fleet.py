@@ -24,7 +24,6 @@ from typing import Any
 from eyas.serve import installed_sglang, serve_command
 
 _STATE = "fleet.json"
-_FIRST_PORT = 30100
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,7 @@ class Options:
         sglang: its release, where it is not installed as a package.
         flags: further SGLang flags of every server.
         patience_s: for all of them to start.
+        port: of the first; each next one has eleven more.
     """
 
     python: str
@@ -43,6 +43,7 @@ class Options:
     sglang: str | None
     flags: str
     patience_s: float
+    port: int
 
     @classmethod
     def add_to(cls, parser: argparse.ArgumentParser) -> None:
@@ -51,10 +52,11 @@ class Options:
         parser.add_argument("--sglang", default=None, help="release, where it is not installed as a package")
         parser.add_argument("--flags", default="", help="further SGLang flags")
         parser.add_argument("--start-timeout", type=float, default=400)
+        parser.add_argument("--first-port", type=int, default=30100)
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Options:
-        return cls(args.python, args.pythonpath, args.sglang, args.flags, args.start_timeout)
+        return cls(args.python, args.pythonpath, args.sglang, args.flags, args.start_timeout, args.first_port)
 
     @property
     def release(self) -> str:
@@ -117,7 +119,7 @@ def start(options: Options, wanted: Sequence[Wanted], folder: Path) -> dict[str,
     fleet: dict[str, Running] = {}
     processes: dict[str, subprocess.Popen[bytes]] = {}
     for number, want in enumerate(wanted):
-        fleet[want.name], processes[want.name] = _launch(options, want, folder, _FIRST_PORT + 11 * number)
+        fleet[want.name], processes[want.name] = _launch(options, want, folder, options.port + 11 * number)
         _write(folder, fleet)
     waiting = dict(fleet)
     while waiting:

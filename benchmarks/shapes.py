@@ -114,7 +114,7 @@ class Shape:
     name: str
     config: dict[str, Any]
     layers: tuple[int, ...]
-    kv_tokens: int = 200_000
+    kv_tokens: int = 64_000
     prompt: int = 2048
 
     @property
