@@ -9,9 +9,9 @@ SmolLM2-135M in bf16, all states of every token, on the real SGLang server: one 
 plugin) and one with the plugin. Beside them two vLLM servers, plain and extracting. In every round all take turns on
 the same prompts, in the opposite order every other round, and a ratio is always to the same engine's plain prefill of
 the same round; `ratio_on_one_server` is to plain requests on the capturing server. Processor time, server and client
-together, says the same with less noise. Capture is end to end: from the first request to the last shard complete and renamed, every row
-verified; vLLM's until the last file is in its place, nothing verified, since its format has no checksum. Afterwards,
-and not timed, every hash of the stores is read again.
+together, says the same with less noise. Capture is end to end: from the first request to the last shard complete and
+renamed, every row verified; vLLM's until the last file is in its place, nothing verified, since its format has no
+checksum. Afterwards, and not timed, every hash of the stores is read again.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ def measure(servers: Servers, corpora: list[Corpus], model: Path, base: Path) ->
             measured.peer_bytes = vllm_peer.check_files(files, corpus, states)
         shutil.rmtree(store)
         shutil.rmtree(files)
-        now = {f"server: {name}": size for name, size in resident([servers.on.pid]).items()}
+        both = {"plain server": servers.off, "capturing server": servers.on}
+        now = {f"{what}: {name}": size for what, one in both.items() for name, size in resident([one.pid]).items()}
         now["client"] = held(Path("/proc/self"))
         for name, size in now.items():
             measured.memory.setdefault(name, []).append(size)
