@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from eyas.config import Config, ExtractConfig, StoreConfig
 from eyas.data.corpus import Corpus, CorpusMeta, CorpusWriter
 from eyas.errors import EngineError, StoreError
 from eyas.extract.build import Job, open_store
-from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry
+from eyas.extract.engine import Captured, CaptureRequest, EngineInfo, Failed, Retry, StatesLost
 from eyas.extract.fake import FakeEngine
 from eyas.extract.worker import Report, Worker
 from eyas.store.check import verify_store
@@ -129,9 +129,22 @@ def test_a_second_stop_keeps_what_has_come_and_releases_it(corpus: Corpus, tmp_p
     """Four rows are being written and more wait for a thread: all of them are here, none may be dropped or leaked."""
     engine = CountingEngine(SPEC)
     bench = Bench(corpus, tmp_path, engine, window_requests=ROWS)
-    bench.store.gate = lambda row: time.sleep(0.15)
-    bench.run(stops=(0.1, 0.2))
-    assert sum(engine.out.values()) > 4
+    stopped = threading.Event()
+    bench.store.gate = lambda row: stopped.wait(10)
+
+    async def main() -> None:
+        worker = bench.make()
+        running = asyncio.create_task(worker.run())
+        while sum(engine.out.values()) <= 4:
+            await asyncio.sleep(0.001)
+        worker.stop()
+        worker.stop()
+        await asyncio.sleep(0.01)  # those that wait for their rows hear of it
+        stopped.set()
+        await running
+
+    asyncio.run(main())
+    bench.store.write_manifest()
     assert engine.released == engine.out
     assert bench.journalled() == bench.rows == sum(engine.out.values())
     again = Bench(corpus, tmp_path, CountingEngine(SPEC))
@@ -264,6 +277,86 @@ def test_states_that_are_not_finite_are_refused(corpus: Corpus, tmp_path: Path, 
     failures = [report.failure for report in bench.reports if report.failure]
     assert [(row, reason) for row, reason, _ in failures] == [(7, "not-finite")]
     assert bench.rows == ROWS - 1
+
+
+class Held:
+    """States that lie elsewhere, and end before their last byte where `cut`."""
+
+    def __init__(self, tensor: torch.Tensor, cut: bool = False) -> None:
+        self._data, self._cut = tensor.view(torch.uint8).numpy().tobytes(), cut
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._data)
+
+    def pieces(self, size: int) -> Iterator[memoryview]:
+        yield memoryview(self._data)[:100]
+        if self._cut:
+            raise StatesLost(Failed("record-damaged", "it ended early"))
+        yield memoryview(self._data)[100:]
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+@pytest.mark.parametrize("fault", ["checksum-differs", "record-damaged"])
+def test_states_that_prove_wrong_on_their_way_are_tried_again_or_given_up(
+    corpus: Corpus, tmp_path: Path, fault: str, for_good: bool
+) -> None:
+    """Their bytes lay in the row's place already: nothing of them is left."""
+
+    class Struck(CountingEngine):
+        async def capture(self, request: CaptureRequest) -> Captured | Failed:
+            states = await super().capture(request)
+            assert isinstance(states, Captured)
+            assert isinstance(states.aux, torch.Tensor)
+            assert isinstance(states.last, torch.Tensor)
+            wrong = request.rid.row == 7 and (for_good or request.rid.attempt == 0)
+            aux, last = Held(states.aux), Held(states.last, wrong and fault == "record-damaged")
+            claim = states.last_xxh3 ^ (wrong and fault == "checksum-differs")
+            return replace(states, aux=aux, last=last, last_xxh3=claim)
+
+    engine = Struck(SPEC)
+    bench = Bench(corpus, tmp_path / "struck", engine, attempts=3)
+    bench.run()
+    assert [report.retried[:3] for report in bench.reports if report.retried] == [
+        (7, attempt, fault) for attempt in range(2 if for_good else 1)
+    ]
+    assert [report.failure[:2] for report in bench.reports if report.failure] == [(7, fault)] * for_good
+    assert engine.released == engine.out
+    assert verify_store(bench.store.root).ok
+    failing = {7: Failed(fault, retry=Retry.NEVER)} if for_good else None
+    calm = Bench(corpus, tmp_path / "calm", FakeEngine(SPEC, faults=failing))
+    calm.run()
+    (name,) = [shard.name for shard in calm.store.plan.shards]
+    assert (bench.store.root / name).read_bytes() == (calm.store.root / name).read_bytes()
+
+
+def test_rows_do_not_wait_for_a_full_shards_fsync(corpus: Corpus, tmp_path: Path) -> None:
+    """The first shards' ends are held until the last row of all is stored."""
+    bench = Bench(corpus, tmp_path, FakeEngine(SPEC), shards=6)
+    lease, shards = bench.store.lease, bench.store.plan.shards
+    assert len(shards) > 5  # more than there are threads for rows
+    stored = threading.Event()
+
+    def holding(shard: Shard, contents) -> ShardWriter | None:
+        writer = lease(shard, contents)
+        if writer is not None and shard is not shards[-1]:
+            finish = writer.finish
+
+            def held() -> None:
+                assert stored.wait(30)
+                finish()
+
+            writer.finish = held
+        return writer
+
+    def gate(row: int) -> None:
+        if row == ROWS - 1:
+            stored.set()
+
+    bench.store.lease, bench.store.gate = holding, gate
+    bench.run()
+    assert bench.rows == ROWS
+    assert verify_store(bench.store.root).ok
 
 
 def test_a_row_group_is_decoded_once_however_many_shards_lie_in_it(corpus: Corpus, tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ from eyas.store.writer import ShardState, StoreWriter
 _MAX_SENDS = 100  # attempt numbers have two digits
 # Doubling between these, a hundred sends outwait a spool that is full for more than twenty minutes.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 15.0
-_STORE_THREADS = 4
+_STORE_THREADS = 4  # each writes more than a GB/s, and has a buffer of CHUNK_BYTES
+_FINISHERS = 2
 _REJECTED = {
     Rejected.CHECKSUM: "the states changed between the engine and the store",
     Rejected.NOT_FINITE: "NaN or Inf among the states",
@@ -109,6 +110,8 @@ class Worker:
         self._report = report
         self._window = Window(cfg.window_requests, cfg.window_tokens, window_bytes)
         self._threads = ThreadPoolExecutor(_STORE_THREADS, thread_name_prefix="eyas-store")
+        # Neither a row nor the next shard's lease waits for a full shard's fsync.
+        self._finishers = ThreadPoolExecutor(_FINISHERS, thread_name_prefix="eyas-finish")
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: list[_OpenShard] = []
         self._stopping = asyncio.Event()
@@ -133,6 +136,7 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._threads.shutdown(wait=True)
+            self._finishers.shutdown(wait=True)
             for shard in self._open:
                 shard.writer.close()
         if self._fatal is not None:
@@ -250,7 +254,8 @@ class Worker:
 
     async def _keep(self, shard: _OpenShard, row: CorpusRow, states: Captured) -> Failed | None:
         """Verify and store what came; None when stored. Once it is here it is kept, though its row be cancelled."""
-        work = asyncio.ensure_future(self._in_thread(self._store_states, shard.writer, row.index, states))
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._threads, self._store_states, shard.writer, row.index, states)
         try:
             await asyncio.wait([work])
         finally:
@@ -279,7 +284,7 @@ class Worker:
             raise EngineError(f"row {row} failed: {failure.reason}", failure.detail, "extract.on_failure is 'stop'")
 
     async def _finish(self, shard: _OpenShard) -> None:
-        await self._in_thread(shard.writer.finish)
+        await asyncio.get_running_loop().run_in_executor(self._finishers, shard.writer.finish)
         self._open.remove(shard)
         self._report(Report(shard.index, done=True))
 

@@ -35,8 +35,9 @@ from eyas.store.format import (
 from eyas.store.plan import Shard
 from eyas.store.shardfile import ShardIndex, read_index
 
-# A float is not finite exactly when all its exponent bits are set.
-_EXPONENT: Final = {"bf16": ("<u2", 0x7F80), "f16": ("<u2", 0x7C00), "f32": ("<u4", 0x7F800000)}
+# Infinity's bits. Read as integers, NaNs and infinity are the greatest: positive ones as signed integers, negative ones
+# as unsigned. Two passes that only read take half the time of one that computes.
+_INFINITY: Final = {"bf16": (2, 0x7F80), "f16": (2, 0x7C00), "f32": (4, 0x7F800000)}
 
 
 class ProblemKind(StrEnum):
@@ -109,12 +110,14 @@ def finite_check(spec: CaptureSpec) -> Callable[[memoryview], bool]:
     """
     if spec.stored_dtype == "U8":
         return _FiniteScales(spec.stored_width)
-    item, exponent = _EXPONENT[spec.dtype]
-    mask = np.array(exponent, dtype=item)
+    width, infinity = _INFINITY[spec.dtype]
+    sign = 1 << (8 * width - 1)
 
     def finite(data: memoryview) -> bool:
-        values = np.frombuffer(data, item)
-        return not len(values) or bool(np.bitwise_and(values, mask).max() != mask)
+        if not len(data):
+            return True
+        positive, negative = np.frombuffer(data, f"<i{width}"), np.frombuffer(data, f"<u{width}")
+        return bool(positive.max() < infinity and negative.max() < infinity | sign)
 
     return finite
 

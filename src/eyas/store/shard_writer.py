@@ -241,7 +241,7 @@ class ShardWriter:
                 pwrite_all(self._fd, piece, at)
             at += len(piece)
         if at - start != source.nbytes:
-            raise IntegrityError(f"a source of {source.nbytes} bytes gave {at - start}", self._paths.part, "")
+            raise ValueError(f"a source of {source.nbytes} bytes gave {at - start}")
         return digest.intdigest(), finite
 
     def _written(self, size: int) -> None:
