@@ -98,7 +98,7 @@ class Imitation:
         self._runs = [PROMPT // 3, PROMPT]
         self._matrix = torch.randn(1024, 1024, device=device).to(torch.bfloat16)
         self._launches, self._repeats = LAUNCHES[shape.name], 1
-        self._rows = 0
+        self._halves: list[int] = []  # by row: which of the two forwards brought it
         self.refused = 0
         self._live: list[Request] = []
         self._calibrate()
@@ -159,19 +159,19 @@ class Imitation:
         for number in range(PROMPTS):
             request = Request()
             self._live.append(request)
-            rid = str(RequestId("bench000", "bench000", self._rows, 0))
+            rid = str(RequestId("bench000", "bench000", len(self._halves), 0))
             params = {SPEC_PARAM: self.recorder.spec_id, LAST_PARAM: self._runs}
             prompt = self._prompts[half][number]
             reply = forward.take(Chunk(rid, 0, PROMPT, prompt, params, request), number * PROMPT)
             assert reply is not None
             self.refused += reply.status != "accepted"
-            self._rows += 1
+            self._halves.append(half)
         forward.send()
         self.recorder.cost.add(time.perf_counter() - began)
 
     def expected(self, row: int) -> dict[str, str]:
         """Digests of the bytes that the record of a row must have."""
-        half, number = row // PROMPTS % 2, row % PROMPTS
+        half, number = self._halves[row], row % PROMPTS
         rows = slice(number * PROMPT, (number + 1) * PROMPT)
         aux = self._aux[half, rows].view(PROMPT, 3, -1)
         last = self._last[half, rows][self._runs[0] : self._runs[1]]
@@ -206,7 +206,7 @@ class Imitation:
             "GB/s": round(rate * self.spec.record_bytes(PROMPT, kept) / PROMPT / 1e9, 3),
             "forward us p50": self.recorder.cost.p50_us,
             "forward us p99": self.recorder.cost.p99_us,
-            "rows": self._rows,
+            "rows": len(self._halves),
             "refused": self.refused,
             "records": seen,
             "compared": len(digests),

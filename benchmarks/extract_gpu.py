@@ -149,6 +149,8 @@ def tending(store: Path, *, keep: bool = False) -> Iterator[Callable[[], int]]:
 def captured(server: Running, corpus: Corpus, store: Path, *more: str, keep: bool = False) -> Measured:
     """One run of `eyas extract` into a new store, every row verified; the store is removed afterwards."""
     overrides = [f"server.spool={server.spool}", "store.reserve_bytes=0", f"extract.window_requests={WINDOW}"]
+    spec = spec_of(server).spec
+    overrides += [f"capture.dtype={spec['dtype']}", f"capture.layers={list(spec['layers'])}"]
     cfg = load(overrides=[*overrides, *more])
     store.mkdir(parents=True, exist_ok=True)
     with tending(store, keep=keep) as finish:
