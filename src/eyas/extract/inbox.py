@@ -175,7 +175,8 @@ class Inbox:
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.wait([self._poller])
-        for rid in self._abandoned.union(self._removed):
+        there = {rid for rid, _, _ in self._files()}  # one look: nearly all are long gone
+        for rid in there & self._abandoned.union(self._removed):
             self._drop(rid)
 
     @contextlib.contextmanager
