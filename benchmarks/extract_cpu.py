@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # the CPU server's harness lives with t
 
 import vllm_peer  # noqa: E402
 from prefill import plain  # noqa: E402
-from process_tree import cpu_of, held, resident  # noqa: E402
+from process_tree import cpu_of, own_bytes, resident  # noqa: E402
 from vllm_peer import VllmServer, vllm_server  # noqa: E402
 
 from eyas.capture.contract import SPEC_FILE, ServerHello, default_layers  # noqa: E402
@@ -72,7 +72,7 @@ class Measured:
         tokens_per_s: by mode, one figure a round.
         cpu_ms: by mode, processor time of server and client together, in milliseconds for a thousand tokens.
         runs: of capture.
-        memory: by process, bytes after each round.
+        memory: by process, bytes after each round; a round is one run of the plain server, two of the capturing one.
         peer_bytes: of all states of one round of vLLM's.
         verified: rows whose hashes were read again.
     """
@@ -182,7 +182,7 @@ def measure(servers: Servers, corpora: list[Corpus], model: Path, base: Path) ->
         shutil.rmtree(files)
         both = {"plain server": servers.off, "capturing server": servers.on}
         now = {f"{what}: {name}": size for what, one in both.items() for name, size in resident([one.pid]).items()}
-        now["client"] = held(Path("/proc/self"))
+        now["client"] = own_bytes(Path("/proc/self"))
         for name, size in now.items():
             measured.memory.setdefault(name, []).append(size)
         if number:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Final
 
 EVERY_S: Final = 0.25
+SHARED: Final = "shared memory"
 PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -96,18 +97,13 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def resident(sessions: Sequence[int]) -> dict[str, int]:
-    """Bytes that the processes of sessions hold now, by process name; several of one name are added up."""
-    sizes: dict[str, int] = {}
+    """Bytes that the processes of sessions hold now: each name's own (anonymous), and what is shared or on RAM disk."""
+    sizes = {SHARED: 0}
     for process in _processes(set(sessions)):
         name = _read(process / "comm").strip()
-        sizes[name] = sizes.get(name, 0) + held(process)
+        sizes[name] = sizes.get(name, 0) + own_bytes(process)
+        sizes[SHARED] += _mapped(process, "Pss_Shmem:")
     return sizes
-
-
-def held(process: Path) -> int:
-    """Bytes that a process of /proc holds now (Pss: a page that several hold is divided among them)."""
-    lines = _read(process / "smaps_rollup").splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
 
 class _Sampler(threading.Thread):
@@ -122,7 +118,7 @@ class _Sampler(threading.Thread):
             processes = _processes(self._sessions)
             self.rss = max(self.rss, sum(map(_rss, processes)))
             if number % 4 == 0:  # the kernel walks every page for this one
-                self.own = max(self.own, sum(map(_own, processes)))
+                self.own = max(self.own, sum(map(own_bytes, processes)))
             number += 1
 
     def finish(self) -> None:
@@ -157,9 +153,14 @@ def _rss(process: Path) -> int:
     return int(fields[1]) * PAGE if fields else 0
 
 
-def _own(process: Path) -> int:
+def own_bytes(process: Path) -> int:
+    """Of a process of /proc: its anonymous pages, a shared one divided among those that hold it."""
+    return _mapped(process, "Pss_Anon:")
+
+
+def _mapped(process: Path, kind: str) -> int:
     lines = _read(process / "smaps_rollup").splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
 
 
 def _read(path: Path) -> str:

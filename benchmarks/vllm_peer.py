@@ -59,7 +59,7 @@ def vllm_server(
         folder: for its log and files; made when missing.
         layers: 0-based layers whose output is extracted, beside the last layer's before the final norm; None is a
             plain server.
-        threads: processor cores it computes on, from the first one.
+        threads: that it computes in.
     """
     folder.mkdir(parents=True, exist_ok=True)
     staging = None if layers is None else folder / "staging"
@@ -107,7 +107,8 @@ def _env(venv: Path, threads: int) -> dict[str, str]:
     openmp = venv / "lib" / "libiomp5.so"  # what vLLM's documentation asks to load first
     more = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound to cores that something else uses, it waits for one thread
+        "OMP_NUM_THREADS": str(threads),
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
