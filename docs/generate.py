@@ -70,7 +70,7 @@ def benchmarks_page() -> str:
         "Made by `make docs` from `benchmarks/results/*.json`; nothing here is typed in by hand.",
     ]
     for path in sorted(RESULTS.glob("*.json")):
-        if path.name.startswith(("releases-", "scaling-")):
+        if path.name.startswith(("releases-", "scaling-", "spool-to-store-")):
             continue  # these have pages of their own
         result = _titled(json.loads(path.read_text()))
         lines += ["", f"## {result['title']}", "", result["what"], ""]
