@@ -59,12 +59,13 @@ test-fast: $(VENV)/ready $(EYAS_CACHE)/qwen3/ready
 	@$(BIN)/pytest -m 'not sglang and not slow'
 
 check: $(VENV)/ready
-	@echo "== lint, format, types, import rules, generated docs"
+	@echo "== lint, format, types, import rules, generated docs, tests that can be collected"
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python docs/generate.py --check
+	@found=$$($(BIN)/pytest --collect-only --quiet 2>&1) || { echo "$$found" | tail -20; exit 1; }
 
 docs: $(VENV)/ready
 	@$(BIN)/python docs/generate.py

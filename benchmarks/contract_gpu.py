@@ -95,7 +95,8 @@ def seeded_models(folder: Path) -> dict[str, Path]:
 def check_right(server: Running, work: Path, case: Case, note: str) -> dict[str, Any]:
     """Every row against transformers and against the server's own log-probabilities."""
     corpus, store = write_corpus(work / f"{server.name}.parquet", LENGTHS, 32000, seed=1), work / f"store-{server.name}"
-    cfg = load(overrides=[f"server.spool={server.spool}", "store.reserve_bytes=0", "store.shard_bytes=64MB"])
+    named = [f"server.spool={server.spool}", f"capture.dtype={case.dtype}"]  # as the server has it, or it refuses
+    cfg = load(overrides=[*named, "store.reserve_bytes=0", "store.shard_bytes=64MB"])
     console = Console(width=160)
     run = extract(corpus.path, store, cfg=cfg, model=server.model, server=server.url, console=console)
     report = verify(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from eyas.capture.assembler import Refused
 from eyas.capture.contract import SPEC_FILE, Refusal, RequestId, ServerSettings
 from eyas.capture.spool import Quota, Spool, parse_name
-from eyas.capture.spool_files import write_all
+from eyas.capture.spool_files import write_at
 from spool_support import record_file
 
 
@@ -41,7 +41,7 @@ def spool(folder: Path, *, shares: int = 1, clock: Clock | None = None, **change
 def publish(to: Spool, row: int, data: bytes) -> Path:
     assert to.reserve(rid(row), len(data)) is None
     with record_file(to, rid(row)) as descriptor:
-        write_all(descriptor, data)
+        write_at(descriptor, data, 0)
     return to.folder / f"{rid(row)}.safetensors"
 
 
@@ -55,7 +55,7 @@ def test_a_record_appears_whole_and_only_by_rename(tmp_path: Path) -> None:
     to = spool(tmp_path)
     assert to.reserve(rid(0), 4) is None
     with record_file(to, rid(0)) as descriptor:
-        write_all(descriptor, b"whole")
+        write_at(descriptor, b"whole", 0)
         assert [path.name for path in tmp_path.iterdir()] == [f".{rid(0)}.tmp"]
     assert [path.name for path in tmp_path.iterdir()] == [f"{rid(0)}.safetensors"]
     assert (tmp_path / f"{rid(0)}.safetensors").read_bytes() == b"whole"
@@ -126,7 +126,7 @@ def test_a_record_being_written_is_not_an_orphan(tmp_path: Path) -> None:
     to = spool(tmp_path, clock=clock, orphan_age_s=1.0)
     assert to.reserve(rid(0), 1) is None
     with record_file(to, rid(0)) as descriptor:
-        write_all(descriptor, b"x")
+        write_at(descriptor, b"x", 0)
         clock.now_s += 100
         assert to.remove_orphans() == []
     assert (tmp_path / f"{rid(0)}.safetensors").exists()

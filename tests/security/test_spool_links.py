@@ -18,7 +18,7 @@ import pytest
 from eyas.capture.contract import SPEC_FILE, Refusal, RequestId
 from eyas.capture.folder import create, publish, read_limited
 from eyas.capture.spool import Spool
-from eyas.capture.spool_files import write_all
+from eyas.capture.spool_files import write_at
 from eyas.errors import EngineError
 from eyas.extract.engine import CaptureRequest, Failed
 from eyas.extract.inbox import Inbox
@@ -79,7 +79,7 @@ def test_what_was_planted_under_our_names_is_replaced(plant: Plant, name: str, v
     spool = Spool(settings(folder, mode=0o644))
     spool.write_hello(HELLO.to_json())
     with record_file(spool, rid(0)) as descriptor:
-        write_all(descriptor, b"record")
+        write_at(descriptor, b"record", 0)
     spool.fail(rid(0), Refusal.WRITE_FAILED, "x")
     victim.check()
     for own in (f"{rid(0)}.safetensors", f"{rid(0)}.failed", SPEC_FILE):
@@ -97,7 +97,7 @@ def test_a_file_exchanged_between_creation_and_rename_is_not_published(
     spool = Spool(settings(tmp_path / "spool"))
     with pytest.raises(OSError, match="another file came under its temporary name"):  # noqa: SIM117
         with record_file(spool, rid(0)) as descriptor:
-            write_all(descriptor, b"record")
+            write_at(descriptor, b"record", 0)
             (tmp_path / "spool" / f".{rid(0)}.tmp").unlink()
             plant(tmp_path / "spool" / f".{rid(0)}.tmp", victim.path)
     assert list((tmp_path / "spool").iterdir()) == []
@@ -178,7 +178,7 @@ def test_a_thread_that_keeps_swapping_links_into_our_names(victim: Victim, tmp_p
         while time.monotonic() < deadline:
             try:
                 with record_file(spool, rid(0)) as descriptor:
-                    write_all(descriptor, b"record" * 50)
+                    write_at(descriptor, b"record" * 50, 0)
                 written += 1
             except OSError:
                 refused += 1
@@ -217,7 +217,7 @@ def test_a_thread_that_keeps_swapping_the_folder_itself(victim: Victim, tmp_path
         while time.monotonic() < deadline:
             try:
                 with record_file(spool, rid(1)) as descriptor:
-                    write_all(descriptor, b"x")
+                    write_at(descriptor, b"x", 0)
             except OSError:
                 refused += 1
             for act in (lambda: inbox.remove(rid(0)), lambda: inbox.remove(rid(1)), spool.remove_orphans):

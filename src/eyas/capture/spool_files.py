@@ -76,7 +76,7 @@ class SpoolFiles:
     def write(self, name: str, text: str) -> None:
         """Publish a small file at once. Raises OSError."""
         with NewFile(self, f".{name}.{os.getpid()}.{threading.get_ident()}{TMP_SUFFIX}", name) as descriptor:
-            write_all(descriptor, text.encode())
+            write_at(descriptor, text.encode(), 0)
 
     def _settle(self, folder: int) -> None:
         """Give a folder of our own that holds nothing else the mode and group of the settings.
@@ -164,13 +164,6 @@ def is_torn(folder: int, temporary: str) -> bool:
 
 def _is_ours(name: str) -> bool:
     return name == SPEC_FILE or parse_name(name) is not None
-
-
-def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """os.write until everything is written. Raises OSError."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view[:_WRITE_BYTES]) :]
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:

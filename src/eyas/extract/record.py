@@ -29,12 +29,12 @@ from eyas.capture.contract import (
     runs_hash,
     token_hash,
 )
+from eyas.capture.encoding import STORED_DTYPES
 from eyas.capture.tensorfile import Layout, TensorInfo, parse_header
 from eyas.extract.engine import Captured, CaptureRequest, Failed, Retry, StatesLost
 
 _HEADER_GUESS: Final = 4096  # one of a row in a few chunks has about a thousand bytes
 _MAX_HEADER_BYTES: Final = 1 << 20  # tens of thousands of chunks
-_TORCH: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}
 
 #: What each of the server's refusals means for the row.
 RETRY: Final[Mapping[Refusal, Retry]] = {
@@ -99,8 +99,8 @@ class _RecordFile:
 class _Field:
     """One field of an open record: a `Source`."""
 
-    def __init__(self, file: _RecordFile, info: TensorInfo) -> None:
-        self._file, self._info = file, info
+    def __init__(self, file: _RecordFile, info: TensorInfo, dtype: torch.dtype) -> None:
+        self._file, self._info, self._dtype = file, info, dtype
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +116,7 @@ class _Field:
 
     def tensor(self) -> torch.Tensor:
         """All of it, in memory of its own. Raises StatesLost."""
-        tensor = torch.empty(self._info.shape, dtype=_TORCH[self._info.dtype])
+        tensor = torch.empty(self._info.shape, dtype=self._dtype)
         if self.nbytes:
             self._file.fill(tensor.view(-1).view(torch.uint8).numpy().data, self._info.start)
         return tensor
@@ -203,7 +203,8 @@ def open_record(
                 file.close()
                 release()
 
-            return Captured(_Field(file, plan.tensors["aux"]), _Field(file, plan.tensors["last"]), *digests, done)
+            aux, last = (_Field(file, plan.tensors[name], STORED_DTYPES[spec.dtype]) for name in ("aux", "last"))
+            return Captured(aux, last, *digests, done)
     file.close()
     return failure
 

@@ -29,7 +29,7 @@ class Window:
     """
 
     def __init__(self, requests: int, tokens: int, bytes_: int) -> None:
-        self._limits = (requests, tokens, bytes_)
+        self._limits = Limits(requests, tokens, bytes_)
         self._used = (0, 0, 0)
         self._changed = asyncio.Condition()
         self._closed = False
@@ -61,6 +61,4 @@ class Window:
             self._changed.notify_all()
 
     def _fits(self, cost: tuple[int, int, int]) -> bool:
-        return self._used[0] == 0 or all(
-            used + more <= limit for used, more, limit in zip(self._used, cost, self._limits, strict=True)
-        )
+        return self._used[0] == 0 or self._limits.hold(*(u + c for u, c in zip(self._used, cost, strict=True)))
