@@ -331,3 +331,16 @@ def cpu_seconds(*arguments: str) -> float:
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     return min(once() for _ in range(3))
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["verify", "nowhere"], 5)])
+def test_an_interrupt_while_python_tidies_up_changes_nothing(arguments: list[str], code: int) -> None:
+    """The command has said all that it had to say, and done it."""
+    program = (
+        "import atexit, os, signal, sys, time\n"
+        "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.2)))\n"
+        "from eyas.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr

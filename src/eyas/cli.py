@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -382,4 +383,7 @@ def main() -> None:
     # Before torch is imported: its idle OpenMP threads otherwise spin, several times slower on a shared CPU.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.getLogger("stamina").setLevel(logging.ERROR)  # retries are told by the run itself
-    sys.exit(app())
+    try:
+        sys.exit(app())
+    finally:  # the command is over: an interrupt could only break off Python's own tidying, with a traceback
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
