@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -81,7 +82,9 @@ def _drain(folder: str, orders: Connection) -> None:
 class Imitation:
     """Forwards of one shape, and their capture."""
 
-    def __init__(self, shape: Shape, dtype: str, writers: str, folder: Path, device: torch.device) -> None:
+    def __init__(
+        self, shape: Shape, dtype: str, writers: str, threads: int, folder: Path, device: torch.device
+    ) -> None:
         config = shape.config
         hidden = int(config["hidden_size"])
         self._shape, self._device = shape, device
@@ -89,7 +92,9 @@ class Imitation:
             shape.layers, "loss", dtype, hidden, shape.vocab_size, int(config["num_hidden_layers"]), "0" * 32
         )
         self._spool = folder / f"spool-{shape.name}-{dtype}-{writers}"
-        settings = ServerSettings(shape.layers, str(self._spool), quota_bytes=16 << 30, writers=writers)
+        settings = ServerSettings(
+            shape.layers, str(self._spool), quota_bytes=16 << 30, writers=writers, writer_threads=threads
+        )
         self.recorder = Recorder(self.spec, Spool(settings), Resources.of(settings, device, FORWARD, 1))
         self._aux = torch.randn(2, FORWARD, 3 * hidden, device=device).to(torch.bfloat16)
         self._last = torch.randn(2, FORWARD, hidden, device=device).to(torch.bfloat16)
@@ -221,6 +226,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["8b", "1b", "kimi"])
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp8_e4m3"])
     parser.add_argument("--writers", nargs="+", default=["process", "threads"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[4], help="of the writers")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -236,16 +242,14 @@ def main() -> None:
         "command": f"python benchmarks/capture_cuda.py {words}",
         "rows": [],
     }
-    for name in args.shapes:
-        for dtype in args.dtypes:
-            for writers in args.writers:
-                with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-                    bench = Imitation(SHAPES[name], dtype, writers, Path(folder), device)
-                    figures = bench.measure(args.seconds, args.rounds)
-                row = {"shape": name, "states": dtype, "writers": writers} | figures
-                result["rows"].append(row)
-                print(row, flush=True)
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name, dtype, writers, threads in itertools.product(args.shapes, args.dtypes, args.writers, args.threads):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            bench = Imitation(SHAPES[name], dtype, writers, threads, Path(folder), device)
+            figures = bench.measure(args.seconds, args.rounds)
+        row = {"shape": name, "states": dtype, "writers": writers, "threads": threads} | figures
+        result["rows"].append(row)
+        print(row, flush=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

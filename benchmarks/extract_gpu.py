@@ -198,8 +198,10 @@ async def states_in_replies(server: Running, prompts: Sequence[list[int]], windo
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 
-def wanted_servers(names: Sequence[str], modes: Sequence[str], work: Path, gpus: int, writers: str) -> list[Wanted]:
-    """For each shape one server as SGLang comes, and one a mode; spread over the GPUs."""
+def wanted_servers(
+    names: Sequence[str], modes: Sequence[str], work: Path, gpus: int, serve: dict[str, Any]
+) -> list[Wanted]:
+    """For each shape one server as SGLang comes, and one a mode with settings `serve`; spread over the GPUs."""
     wanted: list[Wanted] = []
     for name in names:
         shape = SHAPES[name]
@@ -207,7 +209,7 @@ def wanted_servers(names: Sequence[str], modes: Sequence[str], work: Path, gpus:
         flags = ("--load-format", "dummy", "--disable-radix-cache", "--chunked-prefill-size", "8192")
         flags += ("--max-total-tokens", str(shape.kv_tokens), "--max-running-requests", "256")
         settings: dict[str, Any] = {"layers": shape.layers, "quota_bytes": 16 << 30}
-        settings |= {"writers": writers} if writers else {}
+        settings |= serve
         for number, mode in enumerate(("plain", *modes)):
             gpu = (len(names) + number) % gpus if gpus > 1 else None
             with_dtype = settings | {"dtype": MODES.get(mode, "bf16")}
@@ -454,12 +456,15 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, default=Path("bench-disk"), help="folder on the disk to measure")
     parser.add_argument("--touch-gib", type=int, default=0, help="RAM disk to write to before anything is measured")
     parser.add_argument("--writers", default="", help="serve.writers of the servers")
+    parser.add_argument("--writer-threads", type=int, default=0, help="serve.writer_threads of the servers")
     Options.add_to(parser)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     if args.step in ("all", "start"):
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        wanted = wanted_servers(args.shapes, args.modes, args.work, gpus, args.writers)
+        serve = {"writers": args.writers, "writer_threads": args.writer_threads}
+        serve = {name: value for name, value in serve.items() if value}
+        wanted = wanted_servers(args.shapes, args.modes, args.work, gpus, serve)
         try:
             running = fleet.start(Options.of(args), wanted, args.work)
             warm_up(running, args.work, args.shapes)

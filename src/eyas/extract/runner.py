@@ -55,7 +55,8 @@ class Summary:
         rows, tokens: in the corpus.
         rows_done, tokens_done: stored and verified, earlier sessions included.
         failed: rows recorded as failed, with `reasons` counted by name.
-        seconds, tokens_per_s: of this session; speed counts only this session's rows.
+        seconds, tokens_per_s: of this session, from its first shard (the first request follows at once) to the end;
+            speed counts only this session's rows.
         bytes: of the complete shards.
         forecast: what was planned.
     """
@@ -213,7 +214,7 @@ def _run(
         engine=job.engine,
         provenance=dict(info.provenance),
     )
-    began_s = time.monotonic()
+    desk = None
     try:
         _count_complete(summary, writer, corpus)
         view = RunView(console, _snapshot(summary, info))
@@ -236,7 +237,7 @@ def _run(
             summary.bytes = _count_complete(summary, writer, corpus)
             writer.write_manifest()
     finally:
-        summary.seconds, summary.stopped = time.monotonic() - began_s, signals.stopped
+        summary.seconds, summary.stopped = desk.seconds if desk else 0.0, signals.stopped
         log.emit(
             "end",
             rows_done=summary.rows_done,
@@ -365,10 +366,18 @@ class _Desk:
         self._summary, self._view, self._log = summary, view, log
         self._signals, self._drain_s = signals, drain_s
         self._said: dict[str, float] = {}
+        self._began_s: float | None = None
         self._next_event_s = time.monotonic() + _PROGRESS_EVENT_S
+
+    @property
+    def seconds(self) -> float:
+        """Since the first shard was leased."""
+        return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
     def news(self, report: Report) -> None:
         """Take one report in."""
+        if self._began_s is None:
+            self._began_s = time.monotonic()
         summary = self._summary
         rows, tokens = summary.rows_done, summary.tokens_done
         summary.add(report)
