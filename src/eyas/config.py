@@ -213,7 +213,7 @@ class ServeConfig(Section):
     """Group of record files, for a client that runs as another user."""
     writers: Literal["process", "threads"] = "process"
     """Who writes records: a process of their own, or threads of the server's (docs/capture-contract.md)."""
-    writer_threads: Annotated[int, Field(ge=1, le=64)] = 4
+    writer_threads: Annotated[int, Field(ge=1, le=64)] = 8
     """How many write at once."""
     arena_bytes: Bytes | None = None
     """Host memory through which states reach the writers, over all ranks, taken at start; default: 4 GiB on a GPU, 256

@@ -122,7 +122,7 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
     mode: int = 0o600,
     group: str | None = None,
     writers: str = "process",
-    writer_threads: int = 4,
+    writer_threads: int = 8,
     arena_bytes: int = 0,
 ) -> ServeCommand:
     """Plan the server for a target.

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.capture.arena import ALIGNMENT, Arena, Block, Ring, aligned, arena_size, ring_size
+from eyas.capture.arena import ALIGNMENT, Arena, Block, Ring, Segments, aligned, arena_size, segment_size
 
 UNIT = ALIGNMENT
 
@@ -22,7 +22,12 @@ UNIT = ALIGNMENT
 )
 def test_blocks_never_overlap_and_what_has_room_fits(units: int, steps: list[int | float]) -> None:
     """A number of bytes is taken; a fraction says which of the blocks held comes back."""
-    ring, held = Ring(units * UNIT + 17), list[Block]()
+    blocks_are_sound(Ring(units * UNIT + 17), units * UNIT, steps)
+    blocks_are_sound(Segments(units * UNIT), units * UNIT, steps)
+
+
+def blocks_are_sound(ring: Ring | Segments, largest: int, steps: list[int | float]) -> None:
+    held = list[Block]()
     for step in steps:
         if isinstance(step, float):
             if held:
@@ -38,11 +43,26 @@ def test_blocks_never_overlap_and_what_has_room_fits(units: int, steps: list[int
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(bounds))
         assert len(ring) == len(held)
         if not held:
-            assert ring.room() == ring.capacity
+            assert ring.room() == largest
     random.Random(len(steps)).shuffle(held)
     for block in held:
         ring.give_back(block)
-    assert ring.take(ring.capacity) is not None
+    assert ring.take(largest) is not None
+
+
+@given(st.lists(st.tuples(st.integers(1, 5 * UNIT), st.integers(0, 2)), max_size=60))
+def test_there_is_room_for_the_largest_forward_while_two_of_any_size_are_under_way(
+    forwards: list[tuple[int, int]],
+) -> None:
+    """Each forward's bytes, and how many are under way when it begins."""
+    segments, held = Segments(5 * UNIT), list[Block]()
+    for size, under_way in forwards:
+        while len(held) > under_way:
+            segments.give_back(held.pop(0))
+        assert segments.room() == segments.segment or size <= segments.room()
+        block = segments.take(size)
+        assert block is not None
+        held.append(block)
 
 
 def test_two_of_the_largest_blocks_alternate_for_ever() -> None:
@@ -57,8 +77,8 @@ def test_two_of_the_largest_blocks_alternate_for_ever() -> None:
         assert held[-1] is not None
 
 
-def test_a_block_comes_back_once() -> None:
-    ring = Ring(UNIT)
+@pytest.mark.parametrize("ring", [Ring(UNIT), Segments(UNIT)])
+def test_a_block_comes_back_once(ring: Ring | Segments) -> None:
     block = ring.take(1)
     assert block is not None
     ring.give_back(block)
@@ -113,4 +133,4 @@ MIB, GIB = 1 << 20, 1 << 30
 )
 def test_sizes(asked: int, forward: int, quota: int, on_device: bool, size: int) -> None:
     assert arena_size(asked, forward, quota, on_device=on_device) == size
-    assert ring_size(forward) <= size
+    assert segment_size(forward) <= size

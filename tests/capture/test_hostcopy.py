@@ -107,19 +107,23 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 def test_from_a_device_one_copy_after_the_forward_brings_a_span_to_its_block(device: FakeDevice) -> None:
     arena = Arena(4096)
-    stage = DeviceStage(arena, torch.device("cpu"), 2048)
-    assert (stage.capacity, stage.room()) == (2048, 2048)
+    stage = DeviceStage(arena, torch.device("cpu"), 1024)
+    assert (stage.capacity, stage.room()) == (1024, 1024)
     span = stage.begin(1000)
     span.bytes.fill_(7)
     stage.send(span)
     arrive(span)
     assert device.said == ["filled", "our stream waits for the forward's", "copied", "copied awaited"]
     assert bytes(arena.memory[span.block.start : span.block.start + 1000]) == bytes([7]) * 1000
-    assert stage.room() == 1024  # in the device's ring: until it has landed
+    others = [stage.begin(900), stage.begin(800)]
+    assert (stage.room(), stage.behind()) == (0, "copies to the host are behind")
     stage.landed(span)
-    assert stage.room() == 2048
-    assert arena.ring.room() == 3072
-    arena.read(span.block.number)
+    assert stage.room() == 1024
+    for each in others:
+        stage.landed(each)
+    assert (arena.ring.room(), stage.behind()) == (1024, "writers are behind")
+    for each in (span, *others):
+        arena.read(each.block.number)
     assert arena.ring.room() == 4096
     arena.close()
 
@@ -154,7 +158,7 @@ def test_memory_that_cannot_be_pinned_is_an_error_at_the_start(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpus_states_reach_the_arena() -> None:
     arena = Arena(64 << 20)
-    stage = DeviceStage(arena, torch.device("cuda"), 32 << 20)
+    stage = DeviceStage(arena, torch.device("cuda"), 16 << 20)
     spans = []
     for value in range(8):
         assert stage.room() >= 4 << 20

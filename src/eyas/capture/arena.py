@@ -1,6 +1,7 @@
 """Memory through which states travel: contiguous blocks, taken in ring order, given back in any order.
 
 Ring     the allocator alone: numbers, no memory
+Segments another, which always has room for the largest block while two are taken
 Arena    host memory that another process can map, in blocks that go when their last reader is done
 
 Both may be used from any thread.
@@ -18,6 +19,8 @@ from typing import Final
 ALIGNMENT: Final = 256  # bytes; wide enough for any device copy, and no dtype is wider
 DEFAULT_BYTES: Final = 4 << 30  # on a GPU: a second of states at 4 GB/s
 DEFAULT_CPU_BYTES: Final = 256 << 20
+_SEGMENTS: Final = 3  # one is filled while a forward is under way and the one before it is still being copied
+_MOST_SEGMENT_BYTES: Final = 2 << 30
 
 
 def aligned(size: int) -> int:
@@ -99,6 +102,64 @@ class Ring:
         return 0 if size <= first.start else None
 
 
+class Segments:
+    """Three segments, filled in turn; a block lies within one of them, and a segment is filled again once it is empty.
+
+    So there is room for a block as large as a segment whenever no more than the two blocks before it are still taken,
+    whatever their sizes. (A ring of the same bytes cannot promise that: what is free may lie at both of its ends.)
+
+    As with `Ring`, one thread takes, any thread gives back.
+    """
+
+    def __init__(self, segment: int) -> None:
+        self.segment = aligned(segment)
+        self.capacity = _SEGMENTS * self.segment
+        self._taken = [0] * _SEGMENTS  # blocks not given back
+        self._filled = self._current = self._number = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Blocks not given back."""
+        with self._lock:
+            return sum(self._taken)
+
+    def room(self) -> int:
+        """The largest block that `take` could give now; it can only grow until the next `take`."""
+        with self._lock:
+            here = self.segment - self._filled_now()
+            return here if self._taken[self._next] else self.segment
+
+    def take(self, size: int) -> Block | None:
+        """A block of at least `size` bytes, None where there is no room."""
+        size = max(aligned(size), ALIGNMENT)
+        with self._lock:
+            self._filled = self._filled_now()
+            if self._filled + size > self.segment:
+                if size > self.segment or self._taken[self._next]:
+                    return None
+                self._current, self._filled = self._next, 0
+            start = self._current * self.segment + self._filled
+            self._filled += size
+            self._taken[self._current] += 1
+            self._number += 1
+            return Block(start, start + size, self._number)
+
+    def give_back(self, block: Block) -> None:
+        """Raises ValueError for a block that was given back before."""
+        with self._lock:
+            if block.free:
+                raise ValueError(f"block {block.number} was given back before")
+            block.free = True
+            self._taken[block.start // self.segment] -= 1
+
+    @property
+    def _next(self) -> int:
+        return (self._current + 1) % _SEGMENTS
+
+    def _filled_now(self) -> int:
+        return self._filled if self._taken[self._current] else 0
+
+
 class Arena:
     """Host memory of a fixed size in a file without a name: `descriptor` lets a child process map it.
 
@@ -153,9 +214,9 @@ def arena_size(asked: int, forward_bytes: int, quota_bytes: int, *, on_device: b
         on_device: whether states come from a GPU.
     """
     wanted = asked or (DEFAULT_BYTES if on_device else DEFAULT_CPU_BYTES)
-    return max(min(wanted, quota_bytes), ring_size(forward_bytes))
+    return max(min(wanted, quota_bytes), min(2 * aligned(forward_bytes), DEFAULT_BYTES))
 
 
-def ring_size(forward_bytes: int) -> int:
-    """Bytes of device memory for states on their way to the host: two of the largest forwards, at most 4 GiB."""
-    return min(2 * aligned(forward_bytes), DEFAULT_BYTES)
+def segment_size(forward_bytes: int) -> int:
+    """Bytes of each of the three segments of device memory for states on their way to the host: the largest forward."""
+    return min(aligned(forward_bytes), _MOST_SEGMENT_BYTES)

@@ -311,7 +311,7 @@ class ServerSettings:
     group: str | None = None
     orphan_age_s: float = 3600.0
     writers: str = "process"
-    writer_threads: int = 4
+    writer_threads: int = 8
     arena_bytes: int = 0
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 A stage hands out spans: bytes to be filled on the forward's own stream, which then lie in a block of the arena.
 
     CpuStage     a span is the block itself
-    DeviceStage  a span is in a ring of device memory; one copy a forward brings it to the block, on a stream of its own
+    DeviceStage  a span is in device memory set aside; one copy a forward brings it to the block, on a stream of its own
 
 The forward thread never waits: `begin`, fill, `send`. Another thread waits in `arrive` and then calls `landed`.
 """
@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from eyas.capture.arena import Arena, Block, Ring
+from eyas.capture.arena import Arena, Block, Segments
 from eyas.capture.encoding import encode_into
 
 _FEW_SLICES: Final = 8  # from there on, gathering by an index is less work for the forward thread
@@ -50,6 +50,10 @@ class Stage(Protocol):
         """Bytes that `begin` could give now; it can only grow until then."""
         ...
 
+    def behind(self) -> str:
+        """Who keeps `room` from growing."""
+        ...
+
     def begin(self, size: int) -> Span:
         """Raises RuntimeError where there is no room."""
         ...
@@ -78,6 +82,9 @@ class CpuStage:
     def room(self) -> int:
         return self._arena.ring.room()
 
+    def behind(self) -> str:
+        return "writers are behind"
+
     def begin(self, size: int) -> Span:
         block = _taken(self._arena.take(size))
         return Span(self._memory[block.start : block.start + size], block)
@@ -98,32 +105,36 @@ class DeviceStage:
     Args:
         arena: pinned here, for as long as the stage lives.
         device: theirs.
-        ring_bytes: of device memory to set aside.
+        segment_bytes: a third of the device memory to set aside, and the largest forward.
 
     Raises:
         RuntimeError: no such memory, or the arena cannot be pinned.
     """
 
-    def __init__(self, arena: Arena, device: torch.device, ring_bytes: int) -> None:
+    def __init__(self, arena: Arena, device: torch.device, segment_bytes: int) -> None:
         self._arena = arena
         self._module = torch.get_device_module(device)
-        self._ring = Ring(ring_bytes)
-        self._staging = torch.empty(self._ring.capacity, dtype=torch.uint8, device=device)
+        self._device_memory = Segments(segment_bytes)
+        self._staging = torch.empty(self._device_memory.capacity, dtype=torch.uint8, device=device)
         self._stream = self._module.Stream(device)
         self._host = torch.frombuffer(arena.memory, dtype=torch.uint8)
         _pin(self._host)
         weakref.finalize(self, _unpin, self._host).atexit = False  # a process that ends needs no tidying
-        self.capacity = min(self._ring.capacity, arena.ring.capacity)
+        self.capacity = min(self._device_memory.segment, arena.ring.capacity)
 
     def room(self) -> int:
-        return min(self._ring.room(), self._arena.ring.room())
+        return min(self._device_memory.room(), self._arena.ring.room())
+
+    def behind(self) -> str:
+        copying = self._device_memory.room() < self._arena.ring.room()
+        return "copies to the host are behind" if copying else "writers are behind"
 
     def begin(self, size: int) -> Span:
-        staged = _taken(self._ring.take(size))
+        staged = _taken(self._device_memory.take(size))
         try:
             block = _taken(self._arena.take(size))
         except RuntimeError:
-            self._ring.give_back(staged)
+            self._device_memory.give_back(staged)
             raise
         return Span(self._staging[staged.start : staged.start + size], block, staged)
 
@@ -144,7 +155,7 @@ class DeviceStage:
 
     def landed(self, span: Span) -> None:
         if span.staged is not None:
-            self._ring.give_back(span.staged)
+            self._device_memory.give_back(span.staged)
             span.staged = None
 
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from eyas.capture.arena import Arena, arena_size, ring_size
+from eyas.capture.arena import Arena, arena_size, segment_size
 from eyas.capture.assembler import Assembler, Chunk, Record, kept_slices
 from eyas.capture.contract import CaptureReply, CaptureSpec, Refusal, Refused, ServerSettings, token_hash
 from eyas.capture.cost import ForwardCost
@@ -43,7 +43,7 @@ class Resources:
 
     Attributes:
         device: where the states are.
-        forward_tokens: most tokens of a forward; two such forwards fit the device ring.
+        forward_tokens: most tokens of a forward; three such forwards fit the device memory set aside.
         arena_bytes: of host memory for this rank; 0 chooses.
         writers: a mode of `contract.WRITER_MODES`.
         threads: of the writers.
@@ -105,9 +105,10 @@ class Recorder:
         self.arena = Arena(arena_size(resources.arena_bytes, forward_bytes, spool.quota_bytes, on_device=on_device))
         # Before anything of the accelerator is touched: a process is started here.
         self.writers = self._writers(resources)
-        self.stage: Stage = (
-            DeviceStage(self.arena, resources.device, ring_size(forward_bytes)) if on_device else CpuStage(self.arena)
-        )
+        if on_device:
+            self.stage: Stage = DeviceStage(self.arena, resources.device, segment_size(forward_bytes))
+        else:
+            self.stage = CpuStage(self.arena)
         self._flights: queue.SimpleQueue[_Flight | list[Job] | None] = queue.SimpleQueue()
         self._carrier = threading.Thread(target=self._carry, name="eyas-carrier", daemon=True)
         self._carrier.start()
@@ -322,7 +323,8 @@ class Forward:
         if (alone := FieldSizes(spec, rows, kept).total) > self._recorder.stage.capacity:
             text = f"{rows} tokens in one forward take {alone} bytes of {self._recorder.stage.capacity}"
             return Refused(Refusal.ROW_TOO_LARGE, f"{text}: raise serve.arena_bytes or lower the chunked prefill size")
-        return Refused(Refusal.SPOOL_FULL, f"writers are behind: room for {room} bytes of this forward's {size}")
+        behind = self._recorder.stage.behind()
+        return Refused(Refusal.SPOOL_FULL, f"{behind}: room for {room} bytes of this forward's {size}")
 
     def _lack(self) -> str:
         """What is missing of the states agreed on, empty where nothing is."""

@@ -31,7 +31,7 @@ from eyas.store.writer import ShardState, StoreWriter
 _MAX_SENDS = 100  # attempt numbers have two digits
 # Doubling between these, a hundred sends outwait a spool that is full for more than twenty minutes.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 15.0
-_STORE_THREADS = 4  # rows brought to their places at once, each with a buffer of CHUNK_BYTES (docs/throughput.md)
+_STORE_THREADS = 8  # rows brought to their places at once, each with a buffer of CHUNK_BYTES (docs/throughput.md)
 _FINISHERS = 2
 _REJECTED = {
     Rejected.CHECKSUM: "the states changed between the engine and the store",

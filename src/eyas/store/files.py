@@ -25,7 +25,8 @@ from eyas.errors import IntegrityError, StoreError
 MAX_DOCUMENT_BYTES: Final = 256 << 20  # store.json and manifest.json have a line for each shard
 MAX_SIDECAR_BYTES: Final = 64 << 20  # a line for each failed row
 MAX_JOURNAL_BYTES: Final = 1 << 30  # a line for each row
-CHUNK_BYTES: Final = 1 << 20  # of whole items of any dtype; small enough to stay in cache between its uses
+# Of whole items of any dtype; in the cache between its uses, and rare enough that threads seldom wait for the GIL.
+CHUNK_BYTES: Final = 4 << 20
 _NO_FALLOCATE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
 
 
