@@ -137,7 +137,7 @@ def today() -> str:
 def page() -> str:
     """docs/releases.md, from the newest result of each release on CPU and the results of the GPU contract."""
     entries = newest(sorted(RESULTS.glob("releases-cpu-*.json")))
-    gpu = list(gpu_rows(sorted(RESULTS.glob("capture-h200*.json"))))
+    gpu = list(gpu_rows(sorted(RESULTS.glob("c*-h200*.json"))))
     lines = [
         "# Supported SGLang releases",
         "",

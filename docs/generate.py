@@ -42,6 +42,9 @@ _SPEED = {
     "rows_verified": "rows verified",
     "waits": "waits",
     "retries": "retries",
+    "forward_us_p50": "forward thread, us p50",
+    "forward_us_p99": "p99",
+    "disk_gb_per_s": "the disk alone, GB/s",
 }
 
 
@@ -97,7 +100,9 @@ def _titled(result: Any) -> dict[str, Any]:
         "hardware": ", ".join(sorted({f"{entry['gpu']}, {entry['cpus']} CPU cores" for entry in result})),
         "versions": ", ".join(sorted({f"sglang {entry['sglang']}, torch {entry['torch']}" for entry in result})),
         "command": "; ".join(sorted({entry["command"] for entry in result})),
-        "rows": [{title: entry.get(key) for key, title in _SPEED.items()} for entry in result],
+        "rows": [
+            {title: (entry | entry.get("forward", {})).get(key) for key, title in _SPEED.items()} for entry in result
+        ],
         "notes": [
             f"{entry['shape']}, {entry['mode']}, the same prompts through {peer['version']}: "
             f"{peer['tokens_per_s']:,.0f} tokens/s with its own extraction, {peer['plain_tokens_per_s']:,.0f} plain, "
@@ -143,6 +148,8 @@ def _first_line(section: type[BaseModel]) -> str:
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value))
     if not isinstance(value, float):
         return "" if value is None else str(value)
     return f"{value:,.4g}" if abs(value) < 100 else f"{value:,.0f}"
