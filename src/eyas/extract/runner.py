@@ -33,11 +33,12 @@ from eyas.extract.build import (
 )
 from eyas.extract.engine import EngineInfo
 from eyas.extract.forecast import Forecast, forecast
-from eyas.extract.progress import RunView, Snapshot, human_bytes
-from eyas.extract.signals import StopSignals
+from eyas.extract.progress import RunView, Snapshot
 from eyas.extract.worker import Report
 from eyas.extract.workers import work_here, work_in_processes
 from eyas.positions import kept_counts
+from eyas.rates import human_bytes
+from eyas.signals import StopSignals
 from eyas.store.documents import journalled_rows
 from eyas.store.format import STORE_FILE
 from eyas.store.plan import Shard
