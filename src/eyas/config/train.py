@@ -38,8 +38,9 @@ class TrainConfig(Section):
     """K: how many tokens deep the drafter is trained on its own features."""
     step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Step k's loss has the weight step_decay ** k."""
-    mask: Literal["serving", "classic"] = "serving"
-    """Which rows count: those that a server drafts from, or the mask of EAGLE's own code, for comparisons."""
+    mask: Literal["serving", "classic", "shifted"] = "serving"
+    """Which rows count: those that a server drafts from; or as in EAGLE's own code (classic) or in speculators
+    (shifted), for comparisons: these need a store with `last: all`."""
     normaliser: Literal["valid", "classic"] = "valid"
     """What a step's loss is divided by: the rows that count over all ranks and accumulated batches, or the number of
     positions, as in EAGLE's own code."""
@@ -94,7 +95,7 @@ class TrainConfig(Section):
     checkpoint_activations: bool = False
     """Recompute the drafter's steps in the backward pass: less memory, more time."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """Of several ranks (torchrun): whole copies of the drafter, or its weights and optimiser's state in shares (FSDP2)."""
+    """Several ranks (torchrun): whole copies of the drafter, or its weights and optimiser's state in shares (FSDP2)."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Several ranks: longest wait for one another."""
 
