@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 8 -m eyas train run.yaml
 
 Before every optimiser step all ranks exchange a few whole numbers on the host (`World.sum`): how many rows count,
-whether everyone has a batch, whether someone was told to stop. So all take the same number of steps whatever their rows'
-lengths, and a rank that died is noticed within a step: its sockets close. A rank that waits for its GPU cannot see that,
-so a thread of each rank (`_Watch`) looks at the others' signs of life, and ends the process should its main thread hang.
+whether everyone has a batch, whether someone was told to stop. So all take the same number of steps whatever their
+rows' lengths, and a rank that died is noticed within a step: its sockets close. A rank that waits for its GPU cannot
+see that, so a thread of each rank (`_Watch`) looks at the others' signs of life, and ends the process should its main
+thread hang.
 """
 
 from __future__ import annotations
