@@ -7,6 +7,7 @@ Source: EAGLE-3 (arXiv 2503.01840), and the draft models of SGLang (llama_eagle3
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Self
@@ -109,15 +110,15 @@ class Eagle3Config:
 
         Args:
             target: its config is read, no weights.
-            **overrides: fields of this class; None is no override. The draft vocabulary is the target's whole one
-                unless `draft_vocab_size` is given.
+            **overrides: fields of this class, as Python or YAML has them: `aux_layers=[1, 5, 9]`,
+                `rope={"rope_theta": 1e6}` (keys as in config.json). None is no override. The draft vocabulary is the
+                target's whole one unless `draft_vocab_size` is given.
 
         Raises:
-            ConfigError: the config lacks a size, has a RoPE that a draft cannot have, or the shape cannot be.
+            ConfigError: the config lacks a size, has a RoPE that a draft cannot have, or the shape cannot be; or an
+                override is of the wrong type.
         """
-        given = {key: value for key, value in overrides.items() if value is not None}
-        if unknown := given.keys() - {field.name for field in fields(cls)}:
-            raise ConfigError(f"the draft has no {min(unknown)}", "the draft's shape")
+        given = _checked({key: value for key, value in overrides.items() if value is not None}, target)
         found = {**_shape(target.full_config(), given, target), **given}
         for key in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
             if not found.get(key):
@@ -129,12 +130,41 @@ class Eagle3Config:
                 found["aux_layers"] = default_layers(target.num_layers)
             except ValueError as error:
                 raise ConfigError(str(error), target.model) from error
-        found["aux_layers"] = tuple(found["aux_layers"])
         return cls(**found)
 
     def with_draft_vocab(self, size: int) -> Self:
         """The same with a draft vocabulary of `size` tokens."""
         return replace(self, draft_vocab_size=size)
+
+
+def _checked(given: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """Overrides in the types of `Eagle3Config`."""
+    known = {field.name: field.type for field in fields(Eagle3Config)}
+    checked = {}
+    for key, value in given.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"the draft has no {key}", "train.draft", hint)
+        is_bool = isinstance(value, bool)
+        match str(known[key]):
+            case "int" if isinstance(value, int) and not is_bool:
+                checked[key] = value
+            case "float" if isinstance(value, int | float) and not is_bool:
+                checked[key] = float(value)
+            case "bool" if is_bool:
+                checked[key] = value
+            case "str" if isinstance(value, str):
+                checked[key] = value
+            case "tuple[int, ...]" if isinstance(value, list | tuple) and all(type(item) is int for item in value):
+                checked[key] = tuple(value)
+            case "RopeConfig" if isinstance(value, RopeConfig):
+                checked[key] = value
+            case "RopeConfig" if isinstance(value, Mapping):
+                checked[key] = RopeConfig.from_override(value, target.full_config())
+            case kind:
+                raise ConfigError(f"{key} is {value!r}", "train.draft", f"it must be {kind}")
+    return checked
 
 
 def _shape(config: Mapping[str, Any], given: Mapping[str, Any], target: Target) -> dict[str, Any]:

@@ -104,6 +104,23 @@ class RopeConfig:
             hint = error.hint or "name the draft's own RoPE"
             raise ConfigError(error.what, where or error.where, hint) from error
 
+    @classmethod
+    def from_override(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> Self:
+        """A draft's own setting: `rope_parameters` as in config.json, and `max_position_embeddings` if it differs.
+
+        Args:
+            given: every key must have a meaning.
+            config: the target's, for `max_position_embeddings`.
+
+        Raises:
+            ConfigError: a kind that a draft layer cannot have, options missing, or an unknown key.
+        """
+        where, positions = "train.draft.rope", "max_position_embeddings"
+        found = cls.from_config({positions: config.get(positions), **given, "rope_parameters": given}, where)
+        if unknown := given.keys() - {"rope_type", "rope_theta", positions, *KINDS[found.kind]}:
+            raise ConfigError(f"rope {found.kind} has no option {min(unknown)}", where)
+        return found
+
     def to_config(self) -> dict[str, Any]:
         """Keys of config.json, in both spellings."""
         scaling = None if self.kind == "default" else {"rope_type": self.kind, **self.options}
