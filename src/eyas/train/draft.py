@@ -124,7 +124,7 @@ class Eagle3Config:
             if not found.get(key):
                 raise ConfigError(f"the target's config does not tell the draft's {key}", target.dir, f"give {key}")
         if "rope" not in given:
-            found["rope"] = RopeConfig.from_config(target.full_config(), target.dir / "config.json")
+            found["rope"] = RopeConfig.from_config(target.full_config(), target.dir / "config.json").portable()
         if "aux_layers" not in given:
             try:
                 found["aux_layers"] = default_layers(target.num_layers)

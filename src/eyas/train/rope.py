@@ -7,7 +7,7 @@ rotated whole and by halves (element i with i + D/2), as Llama's are: the server
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
 import torch
@@ -121,15 +121,31 @@ class RopeConfig:
             raise ConfigError(f"rope {found.kind} has no option {min(unknown)}", where)
         return found
 
+    def portable(self) -> Self:
+        """The same where every server computes it alike; else what is the same within `max_positions`.
+
+        `dynamic` changes with the sequence's length in transformers, is no scaling at all in vLLM, and in SGLang always
+        the one for the longest sequence (its DynamicNTKScalingRotaryEmbedding).
+        """
+        return replace(self, kind="default", options={}) if self.kind == "dynamic" else self
+
     def to_config(self) -> dict[str, Any]:
         """Keys of config.json, in both spellings."""
-        scaling = None if self.kind == "default" else {"rope_type": self.kind, **self.options}
+        options = dict(self.options)
+        if attention := options.get("attention_factor"):
+            # SGLang does not know this option: it multiplies what follows from the factor by `attn_factor`.
+            options["attn_factor"] = attention / self._attention_by_factor()
+        scaling = None if self.kind == "default" else {"rope_type": self.kind, **options}
         return {
             "max_position_embeddings": self.max_positions,
             "rope_theta": self.theta,
             "rope_scaling": scaling,
-            "rope_parameters": {"rope_type": self.kind, "rope_theta": self.theta, **self.options},
+            "rope_parameters": {"rope_type": self.kind, "rope_theta": self.theta, **options},
         }
+
+    def _attention_by_factor(self) -> float:
+        options = {key: value for key, value in self.options.items() if key != "attention_factor"}
+        return replace(self, options=options).frequencies(2)[1]
 
     def frequencies(self, head_dim: int, longest: int | None = None) -> tuple[torch.Tensor, float]:
         """Angle by which each pair of a head turns a position, and the factor of cosines and sines.
