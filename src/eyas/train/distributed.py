@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 -m eyas train run.yaml
 
-Before every optimiser step all ranks exchange a few whole numbers on the host (`World.sum`): how many rows count,
+Before every optimiser step all ranks exchange a few numbers on the host (`World.sum`): how many rows count,
 whether everyone has a batch, whether someone was told to stop. So all take the same number of steps whatever their
 rows' lengths, and a rank that died is noticed within a step: its sockets close. A rank that waits for its GPU cannot
 see that, so a thread of each rank (`_Watch`) looks at the others' signs of life, and ends the process should its main
@@ -57,11 +57,11 @@ class World:
         """Whether this is rank 0, which writes and speaks."""
         return self.rank == 0
 
-    def sum(self, values: Sequence[int]) -> list[int]:
-        """Whole numbers added up over all ranks, on the host: [n] -> [n]."""
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Numbers added up over all ranks, in float64 on the host: [n] -> [n]."""
         if self._host is None:
             return list(values)
-        total = torch.tensor(values, dtype=torch.int64)
+        total = torch.tensor(values, dtype=torch.float64)
         with self.named():
             dist.all_reduce(total, group=self._host)
         return total.tolist()

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from eyas.capture import strictjson
 from eyas.capture.folder import read_limited
 from eyas.disk import fsync_dir
-from eyas.errors import ConfigError, IntegrityError
+from eyas.errors import ConfigError, IntegrityError, StoreError, first_line
 from eyas.store.files import disk_errors, hash_range, make_folder, open_regular, write_atomic
 from eyas.train.distributed import World
 
@@ -51,18 +51,22 @@ class Progress:
 
     Attributes:
         step: optimiser steps done.
+        total: optimiser steps of the whole run, by which the learning rate goes; fixed at its start.
         tokens: positions read so far, over all ranks.
         data: the reader's own account of its position; JSON.
         metric: simulated acceptance length at this step, where it was evaluated.
         best: the highest one so far, and `best_step` its step.
+        untrained: the one before the first step.
     """
 
     step: int = 0
+    total: int = 0
     tokens: int = 0
     data: dict[str, Any] = field(default_factory=dict)
     metric: float | None = None
     best: float | None = None
     best_step: int | None = None
+    untrained: float | None = None
 
 
 def superfluous(metrics: Mapping[int, float | None], keep_last: int) -> list[int]:
@@ -152,9 +156,9 @@ class Checkpoints:
         shutil.rmtree(part, ignore_errors=True)
         try:
             make_folder(part)
-            files: dict[str, dict[str, int]] = {}
+            files: dict[str, dict[str, Any]] = {}
             for name, values in tensors.items():
-                save_file(values, part / name)
+                _write_tensors(values, part / name)
                 files[name] = _seal(part / name)
             document = {
                 "format": FORMAT,
@@ -233,25 +237,32 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 
 
-def _measure(path: Path, checkpoint: Path, hint: str) -> dict[str, int]:
+def _measure(path: Path, checkpoint: Path, hint: str) -> dict[str, Any]:
     try:
         fd = open_regular(path)
         try:
             size = os.fstat(fd).st_size
-            return {"bytes": size, "xxh3": hash_range(fd, 0, size)}
+            return {"bytes": size, "xxh3": f"{hash_range(fd, 0, size):016x}"}
         finally:
             os.close(fd)
     except OSError as error:
         raise IntegrityError("the checkpoint is torn", checkpoint, f"{path.name}: {error.strerror}; {hint}") from error
 
 
-def _seal(path: Path) -> dict[str, int]:
+def _write_tensors(values: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(values, path)
+    except SafetensorError as error:  # its own for a disk that is full, too
+        raise StoreError("cannot write the checkpoint", path, first_line(error)) from error
+
+
+def _seal(path: Path) -> dict[str, Any]:
     """Size and hash of a file that is now on the disk."""
     fd = open_regular(path)
     try:
         os.fsync(fd)
         size = os.fstat(fd).st_size
-        return {"bytes": size, "xxh3": hash_range(fd, 0, size)}
+        return {"bytes": size, "xxh3": f"{hash_range(fd, 0, size):016x}"}
     finally:
         os.close(fd)
 
