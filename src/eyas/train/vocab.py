@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -46,7 +46,7 @@ class DraftVocab:
         coverage: share of that corpus's trained tokens that are in it; None where that is not known.
     """
 
-    target_ids: torch.Tensor
+    target_ids: torch.Tensor = field(repr=False)
     vocab_size: int
     corpus_digest: str = ""
     tokenizer_hash: str = ""
