@@ -70,9 +70,10 @@ class ObjectiveOptions:
     chunk_bytes: int = CHUNK_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
+class StepReport(NamedTuple):
     """What one batch gave; tensors on its device, nothing read back. K steps, R rows as in `Batch.rows`.
+
+    A tuple, since wrappers for several ranks look for tensors in what a forward pass gives.
 
     Attributes:
         loss: scalar, with gradient; the only field that has one.
