@@ -86,6 +86,9 @@ class ExtractConfig(Section):
     """What a row that failed for good means for the run."""
     drain_s: Annotated[float, Field(ge=0)] = 60.0
     """How long Ctrl-C waits for rows in flight; a second Ctrl-C does not wait."""
+    disk_budget: Bytes | None = None
+    """Begin no shard that would take the store beyond so many bytes: wait until a training run beside it has removed
+    shards that it used (`train.disk_budget`)."""
     device: str = "auto"
     """hf engine: torch device."""
     model_dtype: Literal["auto", "bf16", "f16", "f32"] = "auto"

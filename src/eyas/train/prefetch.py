@@ -131,7 +131,10 @@ class Prefetcher(Generic[_T]):
                 self._next += 1
                 self._changed.notify_all()
                 return self._made.pop(number)
-        item = self._make(number)
+        try:
+            item = self._make(number)
+        except Exception as error:  # noqa: BLE001  raised by next, which closes first
+            return None, error
         self._next += 1
         return item, None
 
