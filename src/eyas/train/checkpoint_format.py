@@ -180,20 +180,21 @@ def save_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         # Without its config no checkpoint is one: the old one goes first, the new one comes last.
         (folder / CONFIG_FILE).unlink(missing_ok=True)
+        note = folder / f"{CONFIG_FILE}.tmp"
+        note.write_text(text, encoding="utf-8")
         part = folder / f"{SINGLE}.tmp"
         try:
             save_file(out, part, metadata={"format": "pt"})
         except SafetensorError as error:  # its own for a disk that is full, too
             part.unlink(missing_ok=True)
             raise StoreError("cannot write the checkpoint", part, first_line(error)) from error
+        part.chmod(note.stat().st_mode)  # safetensors writes for the owner alone; a server may run as another user
         _publish(part, folder / SINGLE)
-        part = folder / f"{CONFIG_FILE}.tmp"
-        part.write_text(text, encoding="utf-8")
-        _publish(part, folder / CONFIG_FILE)
+        _publish(note, folder / CONFIG_FILE)
 
 
 def _publish(part: Path, path: Path) -> None:
-    """To disk, then under its name. Readable as the umask has it: a server may run as another user."""
+    """To disk, then under its name."""
     with part.open("rb+") as file:
         os.fsync(file.fileno())
     part.replace(path)
@@ -270,22 +271,26 @@ def config_from_json(
         layers = layer_ids.from_config(raw, target.num_layers, str(target.config.get("model_type", "")), where)
     if (count := raw.get("num_aux_hidden_states")) not in (None, len(layers)):
         raise ConfigError(f"a draft of {count} layer outputs, but layers {list(layers)}", where)
-    return Eagle3Config(
-        hidden_size=hidden,
-        intermediate_size=layer["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=layer.get("num_key_value_heads") or heads,
-        head_dim=layer.get("head_dim") or hidden // heads,
-        vocab_size=layer["vocab_size"],
-        draft_vocab_size=raw.get("draft_vocab_size") or layer["vocab_size"],
-        target_hidden_size=target_hidden,
-        aux_layers=tuple(layers),
-        rope=RopeConfig.from_config(layer, where),
-        rms_norm_eps=float(layer.get("rms_norm_eps") or 1e-6),
-        fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")),
-        norm_output=bool(raw.get("norm_output")),
-        hidden_act=layer.get("hidden_act") or "silu",
-    )
+    rope = RopeConfig.from_config(layer, where)
+    try:
+        return Eagle3Config(
+            hidden_size=hidden,
+            intermediate_size=layer["intermediate_size"],
+            num_heads=heads,
+            num_kv_heads=layer.get("num_key_value_heads") or heads,
+            head_dim=layer.get("head_dim") or hidden // heads,
+            vocab_size=layer["vocab_size"],
+            draft_vocab_size=raw.get("draft_vocab_size") or layer["vocab_size"],
+            target_hidden_size=target_hidden,
+            aux_layers=tuple(layers),
+            rope=rope,
+            rms_norm_eps=float(layer.get("rms_norm_eps") or 1e-6),
+            fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")),
+            norm_output=bool(raw.get("norm_output")),
+            hidden_act=layer.get("hidden_act") or "silu",
+        )
+    except ConfigError as error:
+        raise ConfigError(error.what, where, error.hint) from error
 
 
 def canonical(tensors: Mapping[str, torch.Tensor], where: object = "") -> dict[str, torch.Tensor]:
