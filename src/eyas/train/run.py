@@ -116,27 +116,28 @@ def train(cfg: TrainConfig, *, console: Console | None = None) -> TrainSummary:
             raise ConfigError(f"no {name} is named", f"train.{name}", f"--{name}, or {name}: in section train")
     with StopSignals() as signals, open_world(cfg.device, timeout_s=cfg.timeout_s) as world:
         spoken = (console or Console(stderr=True)) if world.is_main else Console(file=io.StringIO())
+        inputs = Inputs.open(cfg)
         with world.named(), _locked(cfg, world):
-            return _train(cfg, world, signals, spoken)
+            return _train(cfg, inputs, world, signals, spoken)
 
 
-def _train(cfg: TrainConfig, world: World, signals: StopSignals, console: Console) -> TrainSummary:
-    assert cfg.store is not None and cfg.corpus is not None and cfg.out is not None
+def _train(cfg: TrainConfig, inputs: Inputs, world: World, signals: StopSignals, console: Console) -> TrainSummary:
+    assert cfg.out is not None
     torch.manual_seed(cfg.seed + world.rank)
-    inputs = Inputs.open(cfg)
     checkpoints = _checkpoints(cfg, inputs, world)
     latest = checkpoints.latest()
     vocab = _vocabulary(cfg, inputs, world, fresh=latest is None)
     objective = make_objective(cfg, inputs, vocab, world.device)
     shared = Shared(objective, world, cfg.parallel)
     optimizer = make_adamw(objective, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
-    session = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
-    recorder = Recorder(cfg.out if world.is_main else None, session, board=cfg.tensorboard)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    with contextlib.closing(recorder), make_reader(cfg, world, say) as reader:
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(make_reader(cfg, world, say))
+        recorder = Recorder(cfg.out if world.is_main else None, _session(), board=cfg.tensorboard)
+        stack.callback(recorder.close)
         progress = Progress(total=_total_steps(cfg, reader))
         if latest is not None:
             progress = checkpoints.load(latest, objective.draft, optimizer, world)
@@ -168,6 +169,11 @@ def _train(cfg: TrainConfig, world: World, signals: StopSignals, console: Consol
         acceptance=trainer.evaluated.acceptance if trainer.evaluated else None,
         draft=cfg.out / DRAFT,
     )
+
+
+def _session() -> str:
+    """A name for this session's log that sorts by time."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -345,6 +351,13 @@ def _locked(cfg: TrainConfig, world: World) -> Iterator[None]:
                 raise StoreError("another process trains into this folder", cfg.out, "name another --out")
     try:
         yield
+    except ConfigError:
+        if fd is not None and not (cfg.out / CHECKPOINTS).exists():  # nothing was begun: leave nothing behind
+            with contextlib.suppress(OSError):
+                (cfg.out / VOCAB).unlink(missing_ok=True)
+                (cfg.out / _LOCK).unlink()
+                cfg.out.rmdir()
+        raise
     finally:
         if fd is not None:
             os.close(fd)
