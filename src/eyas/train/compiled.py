@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+_VARIANTS: Final = 64
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -21,6 +23,8 @@ def ready(function: Callable[_Given, _Result], compile_with: bool | str) -> Call
     """
     if not compile_with:
         return function
+    # A step is compiled apart for the first two steps, with and without gradients, and for lone rows or blocks.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
     backend = compile_with if isinstance(compile_with, str) else "inductor"
     return torch.compile(function, fullgraph=True, backend=backend)
 

@@ -56,7 +56,8 @@ class ObjectiveOptions:
             more a teaching state, and `TeacherHead.outside`.
         attention: `flex` on a GPU, `sdpa` anywhere.
         dtype: of matrix products.
-        compile: the steps and the loss's pointwise part, by torch.compile; a string names a backend other than its own.
+        compile: the steps (`flex` only) and the loss's pointwise part, by torch.compile; a string names another backend
+            than its own.
         checkpoint: recompute each step in the backward pass.
         chunk_bytes: most bytes of logits that exist at once.
     """
@@ -138,8 +139,9 @@ class Objective(nn.Module):
                 self._head.weight, self._head.bias, None, None, self._head.scale, self._head.softcap
             )
         self._matrices = ready(matrices, options.compile)
-        self._first = ready(first_step, options.compile)
-        self._later = ready(later_step, options.compile)
+        # The SDPA path walks over blocks whose limits differ from batch to batch: nothing to compile once.
+        compile_steps = options.attention == "flex" and options.compile
+        self._first, self._later = ready(first_step, compile_steps), ready(later_step, compile_steps)
         self._loss_math = ready(loss_math, options.compile)
         self._teacher_math = ready(teacher_math, options.compile)
 
