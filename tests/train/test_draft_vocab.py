@@ -234,6 +234,17 @@ def test_a_map_that_knows_no_corpus_is_not_checked_against_one(tmp_path: Path) -
         DraftVocab(torch.arange(5), 300, tokenizer_hash="d" * 32).check(opened)
 
 
+def test_a_draft_that_is_trained_further_keeps_its_vocabulary(tmp_path: Path) -> None:
+    vocab = DraftVocab(torch.tensor([1, 2, 9]), 300, "f" * 32, "a" * 32, 0.99)
+    opened = corpus(tmp_path / "c.parquet", [([1, 2, 2, 5, 1], [0, 1, 1, 1, 1])])
+    bound = vocab.bound_to(opened)
+    bound.check(opened)
+    assert torch.equal(bound.target_ids, vocab.target_ids)
+    assert bound.made_for == {"corpus_digest": opened.digest, "tokenizer_hash": "a" * 32, "coverage": 0.75}
+    with pytest.raises(ConfigError, match="tokenizer dddddddd, the corpus of another"):
+        DraftVocab(torch.arange(5), 300, tokenizer_hash="d" * 32).bound_to(opened)
+
+
 # --- maps and files ---------------------------------------------------------------------------------------------------
 
 

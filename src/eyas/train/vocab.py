@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -202,14 +202,30 @@ class DraftVocab:
         Raises:
             ConfigError: it was made for another one, or for another tokenizer.
         """
-        meta = corpus.meta
-        if self.tokenizer_hash and meta.tokenizer_hash and self.tokenizer_hash != meta.tokenizer_hash:
-            what = f"the draft vocabulary is of tokenizer {self.tokenizer_hash[:8]}, the corpus of another"
-            raise ConfigError(what, where or corpus.path, "its ids mean other tokens; make the vocabulary anew")
+        self._check_tokenizer(corpus, where)
         if self.corpus_digest and self.corpus_digest != corpus.digest:
             what = f"the draft vocabulary was made for corpus {self.corpus_digest[:8]}, not for {corpus.digest[:8]}"
             hint = "name that corpus, or make the vocabulary and the drafter anew for this one"
             raise ConfigError(what, where or corpus.path, hint)
+
+    def bound_to(self, corpus: Corpus, where: object = "") -> Self:
+        """The same tokens for this corpus, whatever it was made for before: a draft that is trained further keeps the
+        vocabulary of its head. `coverage` is counted anew.
+
+        Raises:
+            ConfigError: it was made for another tokenizer, or the corpus has tokens beyond the vocabulary.
+        """
+        self._check_tokenizer(corpus, where)
+        counts = count_trained(corpus, self.vocab_size)
+        covered = int(counts[self.target_ids.numpy()].sum()) / max(1, int(counts.sum()))
+        made_for = {"corpus_digest": corpus.digest, "tokenizer_hash": corpus.meta.tokenizer_hash}
+        return replace(self, coverage=covered, **made_for)
+
+    def _check_tokenizer(self, corpus: Corpus, where: object) -> None:
+        theirs = corpus.meta.tokenizer_hash
+        if self.tokenizer_hash and theirs and self.tokenizer_hash != theirs:
+            what = f"the draft vocabulary is of tokenizer {self.tokenizer_hash[:8]}, the corpus of another"
+            raise ConfigError(what, where or corpus.path, "its ids mean other tokens; make the vocabulary anew")
 
     # --- files --------------------------------------------------------------------------------------------------------
 
