@@ -370,6 +370,12 @@ ONES = torch.ones(32)
         (plus(fc_norm=True), dict, r"no fc_norm\.0\.weight"),
         (without("intermediate_size"), dict, "lacks sizes"),
         (lambda raw: without("norm_before_residual")(speculators(raw)), dict, "norm_before_residual"),
+        (plus(hidden_size=[32], head_dim=None), dict, "other types"),
+        (plus(intermediate_size="48"), dict, "intermediate_size is '48'"),
+        (plus(rms_norm_eps="small"), dict, "other types"),
+        (plus(eyas={}, eagle_config=[1], eagle_aux_hidden_state_layer_ids=None), dict, "other types"),
+        (plus(eyas={}, eagle_aux_hidden_state_layer_ids=["a", "b"]), dict, "other types"),
+        (plus(rope_parameters="yarn"), dict, "other types"),
         (plus(eyas={"target": "0" * 32, "aux_layers": [0, 1, 3]}), dict, "trained for another target"),
     ],
 )

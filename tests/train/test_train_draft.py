@@ -188,7 +188,10 @@ def test_a_size_that_the_config_does_not_tell(tmp_path: Path) -> None:
         ({"head_dim": 5}, "odd"),
         ({"draft_vocab_size": 51}, "51 in one of 50"),
         ({"draft_vocab_size": 0}, "draft_vocab_size is 0"),
-        ({"aux_layers": ()}, "ascending"),
+        ({"hidden_size": 8.0}, r"hidden_size is 8\.0"),
+        ({"num_heads": "4"}, "num_heads is '4'"),
+        ({"aux_layers": ()}, "whole numbers"),
+        ({"aux_layers": ("1", "2")}, "whole numbers"),
         ({"aux_layers": (3, 1)}, "ascending"),
         ({"aux_layers": (-1, 1)}, "ascending"),
         # SGLang leaves out `fc` for states as wide as the draft's own.

@@ -103,7 +103,11 @@ class DraftCheckpoint:
         """
         folder = find_folder(str(model), _FILES)
         raw = read_config(folder)
-        config = config_from_json(raw, target, folder / CONFIG_FILE, aux_layers)
+        where = folder / CONFIG_FILE
+        try:
+            config = config_from_json(raw, target, where, aux_layers)
+        except (TypeError, ValueError, AttributeError, KeyError) as error:  # anybody may have written it
+            raise ConfigError("the draft's config holds values of other types", where, first_line(error)) from error
         tensors = canonical(_read(folder), folder)
         maps = {name: tensors.pop(name, None) for name in ("d2t", "t2d", _EMBEDDING)}
         _check_tensors(config, tensors, folder)
@@ -266,7 +270,7 @@ def config_from_json(
     target_hidden = raw.get("target_hidden_size") or hidden
     if target_hidden != target.hidden_size:
         raise ConfigError(f"a draft for states of {target_hidden}, the target has {target.hidden_size}", where)
-    layers = aux_layers or _section(raw).get("aux_layers")
+    layers = tuple(aux_layers or _section(raw).get("aux_layers") or ())
     if not layers:
         layers = layer_ids.from_config(raw, target.num_layers, str(target.config.get("model_type", "")), where)
     if (count := raw.get("num_aux_hidden_states")) not in (None, len(layers)):
@@ -282,7 +286,7 @@ def config_from_json(
             vocab_size=layer["vocab_size"],
             draft_vocab_size=raw.get("draft_vocab_size") or layer["vocab_size"],
             target_hidden_size=target_hidden,
-            aux_layers=tuple(layers),
+            aux_layers=layers,
             rope=rope,
             rms_norm_eps=float(layer.get("rms_norm_eps") or 1e-6),
             fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")),

@@ -66,8 +66,9 @@ class Eagle3Config:
         where = "the draft's shape"
         sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "vocab_size", "draft_vocab_size", "target_hidden_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}", where)
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} is {value!r}", where, "a positive whole number is needed")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"{self.num_heads} heads cannot share {self.num_kv_heads} keys and values", where)
         if self.head_dim % 2:
@@ -75,8 +76,11 @@ class Eagle3Config:
         if self.draft_vocab_size > self.vocab_size:
             what = f"a draft vocabulary of {self.draft_vocab_size} in one of {self.vocab_size}"
             raise ConfigError(what, where, "at most all of the target's tokens")
-        if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)) or self.aux_layers[0] < 0:
-            raise ConfigError(f"aux_layers must be ascending and distinct, got {list(self.aux_layers)}", where)
+        layers = list(self.aux_layers)
+        if not layers or any(type(layer) is not int for layer in layers):
+            raise ConfigError(f"aux_layers must be whole numbers, got {layers}", where)
+        if layers != sorted(set(layers)) or layers[0] < 0:
+            raise ConfigError(f"aux_layers must be ascending and distinct, got {layers}", where)
         if self.num_aux * self.target_hidden_size == self.hidden_size:
             # SGLang tells the target's states from the draft's own by their width alone, and would leave out `fc`.
             hint = "capture more layers, or choose another hidden_size"
