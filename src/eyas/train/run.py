@@ -222,8 +222,7 @@ def make_objective(
     target, device = inputs.target, torch.device(device)
     masters = torch.float64 if cfg.dtype == "f64" else torch.float32
     if cfg.init_from is not None:
-        start = DraftCheckpoint.load(cfg.init_from, target, inputs.info.spec.layers)
-        draft = start.build(target, masters)
+        draft = starting_point(cfg, inputs).build(target, masters)
     else:
         shape = {**cfg.draft, "aux_layers": inputs.info.spec.layers, "draft_vocab_size": len(vocab)}
         config = Eagle3Config.from_target(target, **shape)
@@ -242,6 +241,26 @@ def make_objective(
         checkpoint=cfg.checkpoint_activations,
     )
     return Objective(draft, _teacher_head(head, vocab, cfg.oov), vocab.target_ids, options).to(device)
+
+
+def starting_point(cfg: TrainConfig, inputs: Inputs) -> DraftCheckpoint:
+    """The published draft that `train.init_from` names.
+
+    Raises:
+        ConfigError: it cannot be read, or reads other layers than the store holds; or `train.draft` would change its
+            shape. `train.draft.aux_layers` says which layers it reads where its own config is wrong about that.
+    """
+    assert cfg.init_from is not None
+    if changed := cfg.draft.keys() - {"aux_layers"}:
+        hint = "its shape is that of the weights"
+        raise ConfigError(f"train.draft.{min(changed)} beside train.init_from", cfg.init_from, hint)
+    start = DraftCheckpoint.load(cfg.init_from, inputs.target, cfg.draft.get("aux_layers"))
+    theirs, stored = start.config.aux_layers, inputs.info.spec.layers
+    if theirs != stored:
+        what = f"the draft reads layers {list(theirs)}, the store holds {list(stored)}"
+        hint = "capture those; if it was trained on the store's, name these in train.draft.aux_layers"
+        raise ConfigError(what, cfg.init_from, hint)
+    return start
 
 
 def _teacher_head(head: Head, vocab: DraftVocab, oov: str) -> TeacherHead:
@@ -320,8 +339,7 @@ def _vocabulary(cfg: TrainConfig, inputs: Inputs, world: World, *, fresh: bool) 
     with world.main_first("make the draft vocabulary"):
         if world.is_main and fresh:
             if cfg.init_from is not None:
-                vocab = DraftCheckpoint.load(cfg.init_from, inputs.target, inputs.info.spec.layers).vocab
-                vocab.check(inputs.corpus, cfg.init_from)
+                vocab = starting_point(cfg, inputs).vocab.bound_to(inputs.corpus, cfg.init_from)
             else:
                 coverage = None if cfg.vocab_size else cfg.vocab_coverage
                 vocab = DraftVocab.of_corpus(inputs.corpus, inputs.target, size=cfg.vocab_size, coverage=coverage)
