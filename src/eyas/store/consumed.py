@@ -127,11 +127,12 @@ def sweep_consumed(root: Path, info: StoreInfo) -> None:
     with disk_errors(root):
         for shard in info.plan.shards:
             paths = ShardPaths(root, shard.stem)
-            if paths.consumed.name not in names:
-                continue
-            tmp_of(paths.consumed).unlink(missing_ok=True)
-            if names & {paths.final.name, paths.sidecar.name} and read_consumed(info, shard, paths) is not None:
+            if (tmp := tmp_of(paths.consumed)).name in names:
+                tmp.unlink(missing_ok=True)
+            if paths.consumed.name in names and read_consumed(info, shard, paths) is not None:
                 _unlink(paths)
+    if MANIFEST_FILE in names:
+        write_manifest(root)
 
 
 def _unlink(paths: ShardPaths) -> None:
