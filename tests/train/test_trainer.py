@@ -86,7 +86,7 @@ def test_killed_three_times_and_stopped_the_curve_is_the_same(
     assert curve(folder / "whole").keys() == curve(undisturbed[0]).keys()
     starts = [event["step"] for event in events(folder / "run", "start")]
     assert len(starts) == 5
-    assert starts[0] == 0 < starts[1] < starts[2] < starts[4]
+    assert starts[0] == 0 < starts[1] < starts[2] <= starts[3] <= starts[4], "each went on where the one before was"
     last, whole = (max((folder / name / "checkpoints").iterdir()) for name in ("run", "whole"))
     assert last.name == whole.name
     for name in ("weights.safetensors", "optimizer.safetensors", "rng.safetensors"):

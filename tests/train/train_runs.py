@@ -134,10 +134,12 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def wait_for_step(out: Path, step: int, child: int) -> None:
-    """Until the log tells of a step, as long as the child lives."""
+def wait_for_steps(out: Path, count: int, child: int, session: int = 0) -> None:
+    """Until the log of a session, by number, tells of so many steps, as long as the child lives."""
     while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if any(event["step"] >= step for event in events(out, "train")):
+        started = [event["step"] for event in events(out, "start")]
+        taken = [event["step"] for event in events(out, "train")]
+        if len(started) > session and taken and taken[-1] >= started[session] + count:
             return
         time.sleep(0.002)
     raise AssertionError("the run ended before it could be disturbed")
@@ -175,14 +177,14 @@ def kill_and_resume(inputs: Path, folder: Path) -> dict[str, list[int]]:
         return work
 
     codes = []
-    for step, number in ((6, signal.SIGKILL), (10, signal.SIGTERM)):
+    for session, number in enumerate((signal.SIGKILL, signal.SIGTERM)):
         child = forked(whole)
-        wait_for_step(out, step, child)
+        wait_for_steps(out, 5, child, session)
         os.kill(child, number)
         codes.append(ended(child))
-    codes += [ended(forked(dies("os.rename", 2))), ended(forked(dies("open", 9))), ended(forked(whole))]
+    codes += [ended(forked(dies("os.rename", 3))), ended(forked(dies("open", 9))), ended(forked(whole))]
     long = forked(lambda: run(inputs, folder / "long", epochs=10_000))
-    wait_for_step(folder / "long", 1, long)
+    wait_for_steps(folder / "long", 1, long)
     second = ended(forked(lambda: run(inputs, folder / "long")))
     os.kill(long, signal.SIGKILL)
     return {"run": codes, "whole": [ended(forked(lambda: run(inputs, folder / "whole")))], "second": [second]}
@@ -217,13 +219,13 @@ def two_ranks(inputs: Path, folder: Path) -> dict[str, list[Any]]:
     for mode in ("ddp", "fsdp"):
         codes[mode] = [ended(child) for child in ranks(inputs, folder / mode, [{"parallel": mode}] * 2)]
     children = ranks(inputs, folder / "again", [{"parallel": "fsdp"}] * 2)
-    wait_for_step(folder / "again", 9, children[0])
+    wait_for_steps(folder / "again", 9, children[0])
     for child in children:
         os.kill(child, signal.SIGKILL)
     killed = [ended(child) for child in children]
     codes["again"] = killed + [ended(child) for child in ranks(inputs, folder / "again", [{"parallel": "fsdp"}] * 2)]
     children = ranks(inputs, folder / "lost", [{"epochs": 10_000}] * 2)
-    wait_for_step(folder / "lost", 3, children[0])
+    wait_for_steps(folder / "lost", 3, children[0])
     began_s = time.monotonic()
     os.kill(children[1], signal.SIGKILL)
     codes["lost"] = [ended(children[0]), ended(children[1]), time.monotonic() - began_s]

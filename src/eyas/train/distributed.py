@@ -12,6 +12,7 @@ thread hang.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
@@ -148,13 +149,15 @@ class _Watch(threading.Thread):
     def reason(self, said: str) -> tuple[str, str, str]:
         """What, where and hint of a rank that is gone; waits a moment for its word."""
         began = time.monotonic()
-        before = {other: beat for other, (beat, _) in self._seen.items()}
         while time.monotonic() - began < _TELL_S and not self.found:
             time.sleep(_BEAT_S / 4)
         if self.found:
             return self.found
-        silent = [other for other, (beat, _) in self._seen.items() if beat == before[other]]
+        # Its last sign may have been seen only now; whoever lives has given several since.
+        now = time.monotonic()
+        silent = [other for other, (_, since_s) in self._seen.items() if now - since_s > _TELL_S - 1.5 * _BEAT_S]
         who = f"rank {', '.join(map(str, silent))}" if silent else "another rank"
+        said = said.split(". This is typically")[0]  # what gloo guesses
         return f"{who} is gone: killed, out of memory, or its machine is lost", said, _HINT
 
     def _look(self) -> None:
@@ -312,9 +315,11 @@ class Shared:
             assert isinstance(module, FSDPModule)
         else:
             ids = [world.device] if world.device.type == "cuda" else None
-            self._inner = DistributedDataParallel(
-                module, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            known = inspect.signature(DistributedDataParallel).parameters
+            # Buffers never change here. The older name is deprecated in torch 2.13, and the newer unknown to 2.11.
+            name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+            options: dict[str, Any] = {name: False, "device_ids": ids, "gradient_as_bucket_view": True}
+            self._inner = DistributedDataParallel(module, **options)
 
     def __call__(self, *args: Any, last: bool = True, **kwargs: Any) -> Any:
         """The module's forward; with `last` (of the batches accumulated) the next backward adds up over the ranks."""
