@@ -352,6 +352,51 @@ def test_settings_that_cannot_work_are_refused(store: Path, tmp_path: Path) -> N
 # --- parts ---
 
 
+def test_what_is_read_to_its_place_is_packed_without_a_copy(store: Path) -> None:
+    """And what is not, or only seems so, is copied to the same batch."""
+    rows = [row for row in StoreReader(store) if len(row.tokens) > 4][:3]
+    lengths = [len(row.tokens) for row in rows]
+    placed = torch.full((BUDGET, 3 * 8), torch.nan, dtype=rows[0].aux.dtype)
+    elsewhere = torch.empty(sum(lengths), 3 * 8, dtype=placed.dtype)  # too short to be a batch of the budget
+    kinds: dict[str, list[torch.Tensor]] = {"apart": [row.aux.flatten(1).clone() for row in rows]}
+    for name, into in (("placed", placed), ("short", elsewhere)):
+        kinds[name] = list(into[: sum(lengths)].split(lengths))
+        for part, row in zip(kinds[name], rows, strict=True):
+            part.copy_(row.aux.flatten(1))
+    kinds["swapped"] = [kinds["placed"][1], kinds["placed"][0], kinds["placed"][2]]
+    order = {name: [1, 0, 2] if name == "swapped" else [0, 1, 2] for name in kinds}
+
+    def packed(name: str) -> Batch:
+        samples = [
+            Sample(r.row, r.tokens.long(), r.loss_mask.bool(), aux, r.last, r.last_index.long())
+            for r, aux in zip((rows[at] for at in order[name]), kinds[name], strict=True)
+        ]
+        return PACK(samples)
+
+    swapped = packed("swapped")  # before `placed` is taken over
+    batches = {name: packed(name) for name in ("apart", "short", "placed")}
+    assert batches["placed"].aux.data_ptr() == placed.data_ptr()
+    assert all(batches[name].aux.data_ptr() != kinds[name][0].data_ptr() for name in ("apart", "short"))
+    for batch in batches.values():
+        assert batch.aux.shape == (BUDGET, 24) and batch.aux.equal(batches["apart"].aux)
+        assert batch.last.equal(batches["apart"].last)
+    assert swapped.aux[: lengths[1]].equal(rows[1].aux.flatten(1)) and not swapped.aux[sum(lengths) :].any()
+
+
+def test_a_readers_batches_are_the_memory_that_was_read_into(store: Path) -> None:
+    """Nothing but the kernel copies `aux`."""
+    places: list[tuple[int, int]] = []
+
+    def noting(samples: Sequence[Sample]) -> Batch:
+        batch = PACK(samples)
+        places.append((samples[0].aux.data_ptr(), batch.aux.data_ptr()))
+        return batch
+
+    with TrainReader(store, SAMPLING, noting) as reader, reader.epoch(0) as batches:
+        assert len(list(batches)) == len(places)
+    assert all(read == packed for read, packed in places)
+
+
 def test_scratch_is_used_again_and_grows() -> None:
     scratch = Scratch()
     scratch.reset(256)
@@ -359,9 +404,9 @@ def test_scratch_is_used_again_and_grows() -> None:
     first.fill_(1)
     second.fill_(2)
     assert second.data_ptr() % 64 == 0 and second.data_ptr() >= first.data_ptr() + 100
-    assert scratch.take(1000).numel() == 1000 and scratch.taken == 1200  # more than was announced comes from elsewhere
+    assert scratch.take(1000).numel() == 1000  # more than was announced comes from elsewhere
     scratch.reset(10)
-    assert scratch.take(10).data_ptr() == first.data_ptr() and scratch.taken == 10
+    assert scratch.take(10).data_ptr() == first.data_ptr()
     assert int(second[0]) == 2
 
 

@@ -73,19 +73,15 @@ def read_table(info: StoreInfo, shard: Shard, paths: ShardPaths, sidecar: Sideca
 
 
 class Scratch:
-    """Memory that rows are read into, one after another; `reset` gives all of it to the next ones.
-
-    Attributes:
-        taken: bytes taken since the last reset.
-    """
+    """Memory that rows are read into, one after another; `reset` gives all of it to the next ones."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._used = self.taken = 0
+        self._used = 0
 
     def reset(self, nbytes: int = 0) -> None:
         """Forget what was taken, and have room for `nbytes`."""
-        self._used = self.taken = 0
+        self._used = 0
         if nbytes > len(self._buffer):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -94,7 +90,6 @@ class Scratch:
         """[nbytes] uint8, uninitialised, aligned for every dtype; valid until the next reset."""
         start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
         self._used = start + nbytes
-        self.taken += nbytes
         if self._used > len(self._buffer):
             return torch.empty(nbytes, dtype=torch.uint8)
         return self._buffer[start : self._used]
@@ -126,23 +121,16 @@ class _ShardFile:
             now is not None and now.index_xxh3 == self.index.index_xxh3 and now.failed.keys() <= sidecar.failed.keys()
         )
 
-    def field(self, field: str, position: int, count: int | None, scratch: Scratch, verify: bool) -> torch.Tensor:
-        """Bytes of a row's `aux` or `last`, the first `count` states of it; verified if that is all of them."""
+    def read(self, field: str, position: int, out: torch.Tensor, verify: bool) -> None:
+        """Fill `out`, of uint8, with a row's `aux` or `last`, or the beginning of it; verified if that is all of it."""
         start, stop = self.index.span(field, position)
-        spec = self.index.spec
-        step = spec.aux_bytes_per_token if field == "aux" else spec.last_bytes_per_position
-        whole = stop
-        if count is not None:
-            stop = min(stop, start + count * step)
-        out = scratch.take(stop - start)
         self._fill(out, start)
-        if verify and stop == whole:
+        if verify and start + len(out) == stop:
             expected = int(self.index.row_xxh3[position, FIELDS.index(field)])
             if field_hash(out.numpy()) != expected:
                 row = self.index.shard.start + position
                 hint = "verify the store; remove the shard to capture it again"
                 raise IntegrityError(f"row {row}'s {field} is not what was written", self.path, hint)
-        return out
 
     def _fill(self, out: torch.Tensor, start: int) -> None:
         view, done = out.numpy().data, 0
@@ -165,6 +153,9 @@ class RowReader:
         floats: dtype of the states given; None is what they are stored in, bfloat16 for quantised ones.
         verify: compare each whole row with its checksums.
         max_open: most shards whose index is kept: 5 bytes a token, 45 a row.
+
+    Attributes:
+        floats: dtype of the states given.
     """
 
     def __init__(
@@ -178,7 +169,7 @@ class RowReader:
     ) -> None:
         self._root, self._info, self._verify, self._max_open = root, info, verify, max_open
         stored = torch.bfloat16 if is_quantised(info.spec.dtype) else STORED_DTYPES[info.spec.dtype]
-        self._floats = floats or stored
+        self.floats = floats or stored  # of what is given
         self._lock = threading.Lock()
         self._locks: dict[int, threading.Lock] = {}
         self._open: OrderedDict[int, _ShardFile] = OrderedDict()
@@ -194,8 +185,24 @@ class RowReader:
             for number in shards:
                 self._open.pop(number, None)
 
-    def row(self, shard: Shard, sidecar: Sidecar, row: int, scratch: Scratch, longest: int | None = None) -> StoreRow:
+    def row(
+        self,
+        shard: Shard,
+        sidecar: Sidecar,
+        row: int,
+        scratch: Scratch,
+        *,
+        longest: int | None = None,
+        aux_into: torch.Tensor | None = None,
+    ) -> StoreRow:
         """One row, or the first `longest` tokens of it. States are views of `scratch`, or copies.
+
+        Args:
+            shard, sidecar: where the row is.
+            row: corpus row number.
+            scratch: what it may be read into.
+            longest: tokens at most.
+            aux_into: [T or more, A * H] of the reader's dtype: `aux` is put there, without a copy where it can be.
 
         Raises:
             StoreError: the file is gone or cannot be read.
@@ -206,23 +213,41 @@ class RowReader:
         start, stop = (int(x) for x in index.row_offsets[position : position + 2])
         first, end = (int(x) for x in index.last_offsets[position : position + 2])
         kept = index.last_index[first:end].astype(np.int64) - start
-        length, cut = stop - start, longest is not None and longest < stop - start
-        if longest is not None and cut:
-            length, kept = longest, kept[: int(np.searchsorted(kept, longest))]
-        aux = file.field("aux", position, length if cut else None, scratch, self._verify)
-        last = file.field("last", position, len(kept) if cut else None, scratch, self._verify)
-        stored = STORED_DTYPES[spec.dtype]
+        length = stop - start if longest is None else min(longest, stop - start)
+        kept = kept[: int(np.searchsorted(kept, length))]
+        last = scratch.take(len(kept) * spec.last_bytes_per_position)
+        file.read("last", position, last, self._verify)
         return StoreRow(
             row=row,
             tokens=torch.from_numpy(index.tokens[start : start + length].copy()),
             loss_mask=torch.from_numpy(index.loss_mask[start : start + length].copy()),
-            aux=self._decoded(aux.view(stored).view(spec.aux_shape(length))),
-            last=self._decoded(last.view(stored).view(spec.last_shape(len(kept)))),
+            aux=self._aux(file, position, length, scratch, aux_into),
+            last=self._decoded(last, spec.last_shape(len(kept))),
             last_index=torch.from_numpy(kept),
         )
 
-    def _decoded(self, states: torch.Tensor) -> torch.Tensor:
-        return decode(states, self._info.spec.dtype, self._info.spec.hidden_size, self._floats)
+    def _aux(
+        self, file: _ShardFile, position: int, length: int, scratch: Scratch, into: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[T, A, H]."""
+        spec = self._info.spec
+        nbytes, shape = length * spec.aux_bytes_per_token, (length, len(spec.layers), spec.hidden_size)
+        if into is None:
+            stored = scratch.take(nbytes)
+            file.read("aux", position, stored, self._verify)
+            return self._decoded(stored, spec.aux_shape(length))
+        out = into[:length].view(shape)
+        if self.floats is STORED_DTYPES[spec.dtype]:
+            file.read("aux", position, out.view(-1).view(torch.uint8), self._verify)
+        else:
+            stored = scratch.take(nbytes)
+            file.read("aux", position, stored, self._verify)
+            out.copy_(self._decoded(stored, spec.aux_shape(length)))
+        return out
+
+    def _decoded(self, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        states = stored.view(STORED_DTYPES[self._info.spec.dtype]).view(shape)
+        return decode(states, self._info.spec.dtype, self._info.spec.hidden_size, self.floats)
 
     def _file(self, shard: Shard, sidecar: Sidecar) -> _ShardFile:
         with self._lock:

@@ -197,7 +197,8 @@ def _teachers(samples: Sequence[Sample], starts: _Ints, teachers: _Bools) -> tup
     """Where each teaching position's state lies among those that are kept: ([N], [M, H])."""
     teacher_at = np.full(len(teachers), -1, dtype=np.int64)
     teacher_at[teachers] = np.arange(int(teachers.sum()))
-    parts: list[Tensor] = []
+    last = samples[0].last.new_empty((int(teachers.sum()), samples[0].last.shape[1]))
+    done = 0
     for sample, start, stop in zip(samples, starts, starts[1:], strict=False):
         needed = np.flatnonzero(teachers[start:stop])
         kept = sample.last_index.numpy()
@@ -205,19 +206,34 @@ def _teachers(samples: Sequence[Sample], starts: _Ints, teachers: _Bools) -> tup
         if len(needed) and (at[-1] >= len(kept) or not np.array_equal(kept[at], needed)):
             hint = "this mask needs a store with `last: all`; the serving rule does not"
             raise ConfigError("no state of the target at a position that teaches", f"row {sample.row}", hint)
-        parts.append(sample.last[torch.from_numpy(at)])
-    return teacher_at, torch.cat(parts)
+        torch.index_select(sample.last, 0, torch.from_numpy(at), out=last[done : done + len(at)])
+        done += len(at)
+    return teacher_at, last
 
 
 def _side_by_side(parts: Sequence[Tensor], size: int) -> Tensor:
     """Tensors [T, ...] one after another in one of [size, ...], zeros after them."""
-    out = torch.empty((size, *parts[0].shape[1:]), dtype=parts[0].dtype)
-    start = 0
-    for part in parts:
-        out[start : start + len(part)] = part
-        start += len(part)
-    out[start:] = 0
+    shape = (size, *parts[0].shape[1:])
+    if (out := _lie_side_by_side(parts, shape)) is None:
+        out = torch.empty(shape, dtype=parts[0].dtype)
+        torch.cat(list(parts), out=out[: sum(len(part) for part in parts)])
+    out[sum(len(part) for part in parts) :] = 0
     return out
+
+
+def _lie_side_by_side(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor | None:
+    """The tensor of this shape that begins with `parts`, where a reader has put them into one: nothing is copied."""
+    first, at = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != at:
+            return None
+        at += part.nbytes
+    memory, nbytes = first.untyped_storage(), int(np.prod(shape, dtype=np.int64)) * first.element_size()
+    if not first.data_ptr() <= at <= memory.data_ptr() + len(memory):
+        return None  # neighbours by chance
+    if first.data_ptr() + nbytes > memory.data_ptr() + len(memory):
+        return None
+    return first.as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
 def _key_spans(rows: _Ints, document_starts: _Ints) -> tuple[tuple[int, int], ...]:

@@ -8,7 +8,7 @@ with TrainReader(store, Sampling(budget=8192), functools.partial(pack, steps=7, 
 What comes is a function of the store, the sampling, the epoch, the batch's number and the rank: neither the number of
 threads nor the time they take changes it, and a run resumes at any batch without reading the ones before.
 
-Memory: `prefetch` batches, and for each thread the states of one batch as they are stored.
+Memory: `prefetch` batches, and for each thread what it reads into: `last` of one batch, and `aux` if it is converted.
 """
 
 from __future__ import annotations
@@ -307,30 +307,32 @@ class TrainReader:
         scratch = getattr(self._scratch, "own", None)
         if scratch is None:
             scratch = self._scratch.own = Scratch()
-        scratch.reset(self._stored_bytes(rows))
-        samples = [self._sample(row, scratch) for row in rows]
+        lengths = [min(self._length(row), self.sampling.limit) for row in rows]
+        spec = self.info.spec
+        scratch.reset(sum(lengths) * (spec.aux_bytes_per_token + spec.last_bytes_per_position) + 256 * len(rows))
+        # Each row's `aux` is read to its place in the batch, which `pack` then takes as it is.
+        wide = len(spec.layers) * spec.hidden_size
+        aux = torch.empty((self.sampling.budget, wide), dtype=self._rows.floats, pin_memory=self._pin)
+        samples, start, read = [], 0, 0
+        for row, length in zip(rows, lengths, strict=True):
+            samples.append(self._sample(row, scratch, aux[start : start + length]))
+            start += length
+            kept = len(samples[-1].last_index)
+            read += length * spec.aux_bytes_per_token + kept * spec.last_bytes_per_position
         batch = self._pack(samples)
-        tokens = sum(len(sample.tokens) for sample in samples)
-        stats = ReadStats(1, len(rows), tokens, scratch.taken)
-        return (batch.pin_memory() if self._pin else batch), stats
-
-    def _stored_bytes(self, rows: Sequence[int]) -> int:
-        """At most what the states of these rows take."""
-        spec, limit = self.info.spec, self.sampling.limit
-        a_token = spec.aux_bytes_per_token + spec.last_bytes_per_position
-        return sum(min(self._length(row), limit) * a_token + 256 for row in rows)
+        return (batch.pin_memory() if self._pin else batch), ReadStats(1, len(rows), start, read)
 
     def _length(self, row: int) -> int:
         table = self._supply.tables[shard_of(row, self._supply.starts)]
         return int(table.tokens[np.searchsorted(table.rows, row)])
 
-    def _sample(self, row: int, scratch: Scratch) -> Sample:
+    def _sample(self, row: int, scratch: Scratch, aux: torch.Tensor) -> Sample:
         number = shard_of(row, self._supply.starts)
         if (sidecar := self._supply.sidecars.get(number)) is None:
             hint = "resume from the checkpoint that was saved last, or start a new run with a new store"
             raise StoreError(f"row {row} was trained on and removed", self._root, hint)
         shard = self.info.plan.shards[number]
-        found = self._rows.row(shard, sidecar, row, scratch, self.sampling.limit)
+        found = self._rows.row(shard, sidecar, row, scratch, longest=self.sampling.limit, aux_into=aux)
         return Sample(
             row=row,
             tokens=found.tokens.to(torch.int64),
