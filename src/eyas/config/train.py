@@ -26,7 +26,6 @@ class TrainConfig(Section):
     """Folder for checkpoints, the log and the drafter; an unfinished run there is resumed; `--out`."""
     init_from: str | None = None
     """A published draft checkpoint to start from; default: random weights."""
-
     draft: dict[str, Any] = {}
     """The drafter's shape where it shall differ from the one derived from the target: `{intermediate_size: 8192}`."""
     vocab_size: Positive | None = None
@@ -64,7 +63,7 @@ class TrainConfig(Section):
     prefetch: Positive = 4
     """Packed batches that wait, read, for their turn."""
     follow: bool = False
-    """Read a store that is still being written: journalled rows only, and wait for more."""
+    """Read a store that is still being written: its complete shards, in their order, and wait for more."""
     disk_budget: Bytes | None = None
     """With `follow`: consumed shards are deleted so that the store stays below this many bytes. One epoch only."""
 
@@ -100,7 +99,7 @@ class TrainConfig(Section):
     """Several ranks: longest wait for one another."""
 
     eval_share: Share = 0.02
-    """Share of the rows set aside for evaluation, by a hash of row number and seed; 0 evaluates nothing."""
+    """Share of the rows set aside for evaluation, by a hash of their tokens; 0 evaluates nothing."""
     eval_rows: Positive = 512
     """At most so many rows are evaluated."""
     eval_every: Positive = 500

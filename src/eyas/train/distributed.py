@@ -157,7 +157,7 @@ class _Watch(threading.Thread):
         now = time.monotonic()
         silent = [other for other, (_, since_s) in self._seen.items() if now - since_s > _TELL_S - 1.5 * _BEAT_S]
         who = f"rank {', '.join(map(str, silent))}" if silent else "another rank"
-        said = said.split(". This is typically")[0]  # what gloo guesses
+        said = said.split(". This is typically", maxsplit=1)[0]  # what gloo guesses
         return f"{who} is gone: killed, out of memory, or its machine is lost", said, _HINT
 
     def _look(self) -> None:

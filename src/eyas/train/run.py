@@ -221,6 +221,7 @@ def make_objective(
     """
     target, device = inputs.target, torch.device(device)
     masters = torch.float64 if cfg.dtype == "f64" else torch.float32
+    head = Head.load(target)
     if cfg.init_from is not None:
         draft = starting_point(cfg, inputs).build(target, masters)
     else:
@@ -230,7 +231,6 @@ def make_objective(
         embeddings = input_embeddings(target)
         draft = Eagle3Draft(config, embeddings, generator).to(masters)
         draft.embed_tokens = embeddings  # not cast with the parameters
-    head = Head.load(target)
     on_gpu = device.type == "cuda"
     options = ObjectiveOptions(
         step_decay=cfg.step_decay,
