@@ -24,8 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from eyas.train.compiled import grows
 
-#: Most bytes of one chunk's logits.
-CHUNK_BYTES: Final = 1 << 29
+#: Most bytes of one chunk's logits: on a GPU, so that a product fills it; on a CPU, so that they stay near its caches.
+CHUNK_BYTES_GPU: Final = 1 << 29
+CHUNK_BYTES_CPU: Final = 1 << 24
 
 LossMath = Callable[..., tuple[Tensor, Tensor]]
 
@@ -73,11 +74,11 @@ class TeacherHead:
             logits *= self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def best_outside(self, last_MH: Tensor) -> Tensor | None:
+    def best_outside(self, last_MH: Tensor, chunk_bytes: int | None = None) -> Tensor | None:
         """[M] the largest logit outside the draft vocabulary; None where that is not asked for, or there is none."""
         if self.outside is None or not len(self.outside):
             return None
-        size = chunk_rows(self.outside)
+        size = chunk_rows(last_MH, len(self.outside), chunk_bytes)
         parts = [self._logits(part, self.outside, self.outside_bias).amax(-1) for part in last_MH.split(size)]
         return torch.cat(parts)
 
@@ -104,9 +105,17 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def chunk_rows(weight_VH: Tensor, most_bytes: int = CHUNK_BYTES) -> int:
-    """Rows whose logits take at most `most_bytes`; a multiple of 128, so that products stay on whole tiles."""
-    return max(128, most_bytes // (len(weight_VH) * weight_VH.element_size()) // 128 * 128)
+def chunk_rows(states_SH: Tensor, vocabulary: int, most_bytes: int | None = None) -> int:
+    """Rows whose logits take at most `most_bytes`; a multiple of 128, so that products stay on whole tiles.
+
+    Args:
+        states_SH: what the logits are made of: their dtype and device.
+        vocabulary: logits of a row.
+        most_bytes: None for what suits the device.
+    """
+    if most_bytes is None:
+        most_bytes = CHUNK_BYTES_CPU if states_SH.device.type == "cpu" else CHUNK_BYTES_GPU
+    return max(128, most_bytes // (vocabulary * states_SH.element_size()) // 128 * 128)
 
 
 def teacher_math(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +128,7 @@ def teacher_math(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def teach(
-    last_MH: Tensor, head: TeacherHead, *, math: Callable[..., Any] = teacher_math, chunk_bytes: int = CHUNK_BYTES
+    last_MH: Tensor, head: TeacherHead, *, math: Callable[..., Any] = teacher_math, chunk_bytes: int | None = None
 ) -> Teacher:
     """The target's distributions at M positions.
 
@@ -127,12 +136,12 @@ def teach(
         last_MH: [M, H] states after the final norm, in the head's dtype.
         head: the target's.
         math: `teacher_math`, or that compiled.
-        chunk_bytes: most bytes of the logits that are reduced at once.
+        chunk_bytes: most bytes of the logits that are reduced at once; None for what suits the device.
     """
     logits = head.logits(last_MH)
-    parts = [math(grows(part)) for part in logits.split(chunk_rows(head.weight, chunk_bytes))]
+    parts = [math(grows(part)) for part in logits.split(chunk_rows(last_MH, len(head.weight), chunk_bytes))]
     lse, plogp, best = (torch.cat(column) for column in zip(*parts, strict=True))
-    outside = head.best_outside(last_MH)
+    outside = head.best_outside(last_MH, chunk_bytes)
     kept = None
     if head.outside is not None:
         inside = logits.gather(1, best[:, None])[:, 0]
@@ -226,7 +235,7 @@ def head_loss(
     coefficient_S: Tensor,
     *,
     math: LossMath = loss_math,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The drafter's loss over S rows of all steps.
 
@@ -237,11 +246,11 @@ def head_loss(
         teacher_S: [S] int64, each row's teacher.
         coefficient_S: [S] float32 (float64), of each row's divergence in the loss; 0 leaves a row out.
         math: `loss_math`, or that compiled.
-        chunk_bytes: most bytes of logits that exist at once.
+        chunk_bytes: most bytes of logits that exist at once; None for what suits the device.
 
     Returns:
         The loss (a scalar, differentiable once); [S] divergences and [S] int64 choices, which are not.
     """
     learn = torch.is_grad_enabled() and state_SH.requires_grad
-    rows = max(128, chunk_bytes // (len(weight_VH) * state_SH.element_size()) // 128 * 128)
+    rows = chunk_rows(state_SH, len(weight_VH), chunk_bytes)
     return _HeadLoss.apply(state_SH, weight_VH, teacher, teacher_S, coefficient_S, math, rows, learn)  # pyright: ignore[reportReturnType]
