@@ -363,7 +363,7 @@ def demo(
     folder: Annotated[Path, typer.Option("--out", help="Where it goes; a second run reuses it.")] = Path("runs/demo"),
     cache: Annotated[Path | None, typer.Option(help="Where the converted model is kept.")] = None,
 ) -> None:
-    """The whole job on this machine's CPU: SmolLM2-135M, 96 real prompts, no server."""
+    """The whole job on this machine's CPU: SmolLM2-135M, 96 real prompts, no server; ends with a small drafter."""
     eyas.run_demo(folder, cache, console=out)
 
 
