@@ -13,6 +13,7 @@ import functools
 import io
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -359,9 +360,10 @@ def _publish(folder: Path, checkpoints: Checkpoints, config: Eagle3Config, vocab
 def _locked(cfg: TrainConfig, world: World) -> Iterator[None]:
     """The run's folder, for this run alone."""
     assert cfg.out is not None
-    fd: int | None = None
+    fd, made = None, False
     with world.main_first("take the run's folder"):
         if world.is_main:
+            made = not cfg.out.exists()
             with disk_errors(cfg.out):
                 make_folder(cfg.out)
                 fd = lock_file(cfg.out / _LOCK, create=True)
@@ -370,11 +372,8 @@ def _locked(cfg: TrainConfig, world: World) -> Iterator[None]:
     try:
         yield
     except ConfigError:
-        if fd is not None and not (cfg.out / CHECKPOINTS).exists():  # nothing was begun: leave nothing behind
-            with contextlib.suppress(OSError):
-                (cfg.out / VOCAB).unlink(missing_ok=True)
-                (cfg.out / _LOCK).unlink()
-                cfg.out.rmdir()
+        if made and not (cfg.out / CHECKPOINTS).exists():  # nothing was begun: leave nothing behind
+            shutil.rmtree(cfg.out, ignore_errors=True)
         raise
     finally:
         if fd is not None:
