@@ -11,6 +11,7 @@ import torch
 from reference_step import Answer, Document, reference_step
 from torch.nn.attention import flex_attention as torch_flex
 
+from eyas.train.attention import BlockTables, step_masks
 from eyas.train.batch import Batch, MaskRule, Sample, pack
 from eyas.train.draft import Eagle3Config, Eagle3Draft
 from eyas.train.loss import TeacherHead
@@ -331,3 +332,19 @@ def test_moving_the_objective_keeps_the_teachers_dtype() -> None:
     objective = world.objective(draft.float(), dtype=torch.bfloat16)
     assert objective.to("cpu")._head.weight.dtype == torch.bfloat16
     assert set(objective.state_dict()) == {f"draft.{name}" for name in draft.state_dict()}
+
+
+@pytest.mark.parametrize("oov", ["keep", "drop"])
+@pytest.mark.parametrize("rule", ["serving", "classic"])
+def test_no_step_waits_for_the_device(oov: str, rule: MaskRule) -> None:
+    """The meta device has no values: what reads one back, or sizes a tensor by one, fails."""
+    world = World(TURNS)
+    objective = world.objective(made_draft(), oov=oov).to("meta")
+    batch = pack(world.samples("all"), steps=4, budget=48, mask=rule)
+    divisor = torch.ones(4, dtype=torch.float64, device="meta")
+    report = objective(batch.to("meta"), divisor)
+    report.loss.backward()
+    assert report.accepted.shape == (4,) and report.right_KR.shape == (4, len(batch.rows))
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in objective.parameters())
+    tables = step_masks(batch.to("meta"), "flex")
+    assert [len(t.kv_number[0, 0]) for t in tables if isinstance(t, BlockTables)] == [1] * 4
