@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +28,29 @@ def said(folder: Path, name: str, rank: int) -> str:
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_two_ranks_are_one_that_accumulates(runs: tuple[Path, dict[str, list[Any]]], mode: str) -> None:
     folder, codes = runs
-    assert (codes["one"], codes[mode]) == ([0], [0, 0]), said(folder, mode, 0) + said(folder, mode, 1)
-    one, two = (events(folder / name, "train") for name in ("one", mode))
-    assert len(one) == len(two) > 5
-    for mine, theirs in zip(one, two, strict=True):
-        for key in ("step", "tokens", "rows", "lr"):
-            assert mine[key] == theirs[key], key
-        for key in ("loss", "norm"):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-7), key
-    for mine, theirs in zip(events(folder / "one", "eval"), events(folder / mode, "eval"), strict=True):
+    killed = [-9, -9] if mode == "fsdp" else []
+    assert (codes["one"], codes[mode]) == ([0], [*killed, 0, 0]), said(folder, mode, 0) + said(folder, mode, 1)
+    assert len(events(folder / mode, "start")) == (2 if killed else 1)
+    one, two = (curve(folder / name) for name in ("one", mode))  # steps that two sessions took are alike to the bit
+    assert len(one) > 5
+    assert one.keys() == two.keys()
+    for step, numbers in one.items():
+        for mine, theirs in zip(numbers, two[step], strict=True):
+            assert json.loads(mine) == pytest.approx(json.loads(theirs), rel=1e-7), step
+    evaluated = [{event["step"]: event for event in events(folder / name, "eval")} for name in ("one", mode)]
+    assert evaluated[0].keys() == evaluated[1].keys()
+    for step, mine in evaluated[0].items():
+        theirs = evaluated[1][step]
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-7)
         assert mine["chains"] == theirs["chains"]
         assert mine["accept_length"] == pytest.approx(theirs["accept_length"])
-    last = f"checkpoints/step-{one[-1]['step']:08d}"
+    last = f"checkpoints/step-{max(one):08d}"
     for file in ("weights.safetensors", "optimizer.safetensors"):
         first, second = (load_file(folder / name / last / file) for name in ("one", mode))
         assert first.keys() == second.keys()
         for name, tensor in first.items():
             assert torch.allclose(tensor, second[name], rtol=1e-6, atol=1e-9), name
     assert load_file(folder / mode / last / "rng.safetensors").keys() == {"cpu.0", "cpu.1"}
-
-
-def test_shards_that_are_killed_go_on_as_if_they_were_not(runs: tuple[Path, dict[str, list[Any]]]) -> None:
-    folder, codes = runs
-    assert codes["again"] == [-9, -9, 0, 0], said(folder, "again", 0)
-    assert curve(folder / "again") == curve(folder / "fsdp")
-    assert len(events(folder / "again", "start")) == 2
 
 
 def test_a_killed_rank_ends_the_other_with_the_reason(runs: tuple[Path, dict[str, list[Any]]]) -> None:

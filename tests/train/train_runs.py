@@ -212,18 +212,17 @@ def ranks(inputs: Path, out: Path, changes: Sequence[dict[str, Any]]) -> list[in
 
 
 def two_ranks(inputs: Path, folder: Path) -> dict[str, list[Any]]:
-    """Exit codes of: one rank that accumulates two batches a step (`one`), two ranks in both ways, a run of two that is
-    killed and gone on with (`again`), one whose rank 1 is killed (`lost`, with the seconds to its end), and one whose
-    rank 1 has no store (`failing`)."""
+    """Exit codes of: one rank that accumulates two batches a step (`one`); two ranks in both ways, of which `fsdp` is
+    killed and gone on with; two whose rank 1 is killed (`lost`, with the seconds to the end); and two whose rank 1 has
+    no store (`failing`)."""
     codes: dict[str, list[Any]] = {"one": [ended(forked(lambda: run(inputs, folder / "one", accumulate=2)))]}
-    for mode in ("ddp", "fsdp"):
-        codes[mode] = [ended(child) for child in ranks(inputs, folder / mode, [{"parallel": mode}] * 2)]
-    children = ranks(inputs, folder / "again", [{"parallel": "fsdp"}] * 2)
-    wait_for_steps(folder / "again", 9, children[0])
+    codes["ddp"] = [ended(child) for child in ranks(inputs, folder / "ddp", [{}] * 2)]
+    children = ranks(inputs, folder / "fsdp", [{"parallel": "fsdp"}] * 2)
+    wait_for_steps(folder / "fsdp", 5, children[0])
     for child in children:
         os.kill(child, signal.SIGKILL)
-    killed = [ended(child) for child in children]
-    codes["again"] = killed + [ended(child) for child in ranks(inputs, folder / "again", [{"parallel": "fsdp"}] * 2)]
+    children += ranks(inputs, folder / "fsdp", [{"parallel": "fsdp"}] * 2)
+    codes["fsdp"] = [ended(child) for child in children]
     children = ranks(inputs, folder / "lost", [{"epochs": 10_000}] * 2)
     wait_for_steps(folder / "lost", 3, children[0])
     began_s = time.monotonic()
