@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
@@ -29,7 +29,7 @@ def blocks(number: Tensor, at: Tensor) -> Tensor:
     number, at = number[0, 0], at[0, 0]
     dense = torch.zeros(at.shape[0], int(at.max()) + 1 if at.numel() else 0, dtype=torch.bool)
     for line, (count, columns) in enumerate(zip(number.tolist(), at.tolist(), strict=True)):
-        assert columns[:count] == sorted(columns[:count]), "ascending"
+        assert count <= len(columns) and columns[:count] == sorted(columns[:count]), "ascending, and all there"
         dense[line, columns[:count]] = True
     return dense
 
