@@ -159,7 +159,18 @@ def test_long_rows_are_cut_to_their_beginning_or_skipped(store: Path) -> None:
             assert batch.tokens[here].equal(expected[row].tokens[:kept].long())
             assert batch.aux[here].equal(expected[row].aux[:kept].flatten(1))
     long = {row for row, stored in expected.items() if len(stored.tokens) > 20}
-    with TrainReader(store, sampling, PACK) as reader:
+    cut: dict[int, Sample] = {}
+
+    def keep(samples: Sequence[Sample]) -> Batch:
+        cut.update({s.row: s._replace(last=s.last.clone()) for s in samples})
+        return PACK(samples)
+
+    with TrainReader(store, sampling, keep) as reader:
+        list(reader.epoch(0))
+        for row, stored in expected.items():
+            kept = stored.last_index < 20
+            assert cut[row].last_index.equal(stored.last_index[kept].long())
+            assert cut[row].last.equal(stored.last[kept])
         assert reader.counts(0).cut == len(long) and reader.counts(0).rows == len(expected)
     with TrainReader(store, replace(sampling, long="skip"), PACK) as reader, reader.epoch(0) as batches:
         assert {row for batch in batches for row in batch.samples} == set(expected) - long
@@ -333,6 +344,20 @@ def test_waiting_is_counted(store: Path) -> None:
         fed = batches.stats
     assert fed.wait_share < starved.wait_share and fed.wall_s > 0.5
     assert fed.batches == 2
+
+
+def test_shards_that_are_not_complete_are_left_out_and_this_is_said(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    shutil.copytree(store, root)
+    kept = [shard for shard in StoreReader(root).info.plan.shards if shard.index % 2]
+    for path in root.glob("shard-*.json"):
+        if int(path.stem[6:]) % 2 == 0:
+            path.unlink()
+    said: list[str] = []
+    with TrainReader(root, SAMPLING, PACK, say=said.append) as reader, reader.epoch(0) as batches:
+        rows = {row for batch in batches for row in batch.samples}
+    assert rows == {row for shard in kept for row in range(shard.start, shard.stop)} - {3, 40, 41}
+    assert len(said) == 1 and said[0].startswith(f"{len(kept)} of ")
 
 
 def test_settings_that_cannot_work_are_refused(store: Path, tmp_path: Path) -> None:

@@ -137,6 +137,19 @@ def test_ranks_that_look_at_different_times_agree(complete: Path, tmp_path: Path
     assert sorted(row for batches in got.values() for rows in batches for row in rows) == list(range(ROWS))
 
 
+def test_training_starts_with_an_eighth_of_the_store_at_the_latest(complete: Path, tmp_path: Path) -> None:
+    """However large the windows are that a complete store is shuffled in."""
+    root, count = empty_store(complete, tmp_path / "store"), shards_in(complete)
+    bring(complete, root, *range(count // 8))
+    wide = Sampling(40, window_shards=50, open_bins=1)
+    packed = functools.partial(pack, steps=3, budget=40)
+    with TrainReader(root, wide, packed, reading=FOLLOW) as reader, reader.epoch(0) as batches:
+        next(batches)
+    with TrainReader(complete, wide, packed, reading=FOLLOW) as reader:
+        first, second = ([row for batch in reader.epoch(epoch) for row in batch.samples] for epoch in (0, 1))
+    assert max(first[:8]) < ROWS // 3 < max(second[:8])
+
+
 def test_epochs_after_the_first_are_shuffled_as_ever(complete: Path) -> None:
     with TrainReader(complete, SAMPLING, PACK, reading=FOLLOW) as reader:
         first, second = ([batch.samples for batch in reader.epoch(epoch)] for epoch in (0, 1))
@@ -291,7 +304,7 @@ def test_a_budget_too_small_for_any_window_is_refused_before_anything_is_read(co
         reader.epoch(1)
     wide = replace(BUDGET_SAMPLING, window_shards=50)
     with TrainReader(complete, wide, SMALL, reading=replace(FOLLOW, disk_budget=budget_for(complete, 14))) as reader:
-        assert reader.sampling.window_shards == 3  # four windows, and the shard that is being begun
+        assert reader._following.window_shards == 3  # four windows, and the shard that is being begun
 
 
 def test_nothing_is_removed_without_a_budget_nor_before_it_is_released(complete: Path, tmp_path: Path) -> None:
@@ -310,7 +323,7 @@ def test_nothing_is_removed_without_a_budget_nor_before_it_is_released(complete:
 def test_what_later_batches_and_the_evaluation_read_stays(complete: Path, tmp_path: Path) -> None:
     root, count = empty_store(complete, tmp_path / "store"), shards_in(complete)
     bring(complete, root, *range(count))
-    sampling = replace(BUDGET_SAMPLING, held_out=0.15)
+    sampling = replace(BUDGET_SAMPLING, held_out=0.5)
     tight = replace(FOLLOW, disk_budget=budget_for(complete, 9.2), eval_rows=2)
     with TrainReader(root, sampling, SMALL, reading=tight) as reader:
         evaluated = [batch.samples for batch in reader.evaluation()]
@@ -323,6 +336,8 @@ def test_what_later_batches_and_the_evaluation_read_stays(complete: Path, tmp_pa
             assert {sum(start <= row for start in starts) - 1 for row in needed} <= there
             assert [batch.samples for batch in reader.epoch(0, step)] == order[step:]
             assert [batch.samples for batch in reader.evaluation()] == evaluated
+        pinned = {sum(start <= row for start in starts) - 1 for rows in evaluated for row in rows}
+        assert pinned and there.issuperset(pinned) and min(there) == min(pinned)
         assert store_bytes(root) <= reader._reading.disk_budget  # type: ignore[operator]
         gone = len(list(root.glob("*.consumed")))
         assert 0 < gone < count
@@ -503,6 +518,31 @@ def test_a_consumed_shards_file_is_believed_only_if_it_is_ours(complete: Path, t
     path.write_text(change if change in ("{", "{}") else json.dumps(data))
     with pytest.raises(IntegrityError, match="damaged file of a consumed shard"):
         TrainReader(root, SAMPLING, PACK, reading=replace(FOLLOW, disk_budget=10**9))
+
+
+def test_the_stores_size_is_told_while_shards_get_their_names(tmp_path: Path) -> None:
+    names = [tmp_path / f"shard-{number:05d}.safetensors" for number in range(20)]
+    for path in names:
+        path.write_bytes(bytes(4096))
+    told: list[int] = []
+    ended = threading.Event()
+
+    def rename() -> None:
+        while not ended.is_set():
+            for path in names:
+                path.rename(f"{path}.part")
+                Path(f"{path}.part").rename(path)
+
+    renaming = threading.Thread(target=rename)
+    renaming.start()
+    try:
+        told = [store_bytes(tmp_path) for _ in range(300)]
+    finally:
+        ended.set()
+        renaming.join()
+    assert min(told) > 0 and store_bytes(tmp_path) == 20 * 4096
+    with pytest.raises(StoreError):
+        store_bytes(tmp_path / "nowhere")
 
 
 def test_locks_are_let_go_with_their_process(complete: Path) -> None:

@@ -29,6 +29,7 @@ from eyas.store.plan import Shard
 from eyas.store.rowfile import RowTable
 
 _KIND: Final = "consumed"
+_LOOKS: Final = 8  # at a folder in which files are renamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +144,25 @@ def _unlink(paths: ShardPaths) -> None:
 def store_bytes(root: Path) -> int:
     """What the store's own shards, complete and open, take of its disk; links lead to others."""
     total = 0
-    with disk_errors(root), os.scandir(root) as entries:
+    with disk_errors(root):
+        for _ in range(_LOOKS):
+            total, whole = _disk_bytes(root)
+            if whole:
+                break
+    return total
+
+
+def _disk_bytes(root: Path) -> tuple[int, bool]:
+    """The size, and whether no file went, or got another name, while it was added up."""
+    total, whole = 0, True
+    with os.scandir(root) as entries:
         for entry in entries:
             if entry.name.endswith((".safetensors", ".safetensors.part")) and entry.is_file(follow_symlinks=False):
-                total += entry.stat(follow_symlinks=False).st_blocks * 512
-    return total
+                try:
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                except FileNotFoundError:
+                    whole = False
+    return total, whole
 
 
 def share_store(root: Path) -> int | None:

@@ -80,7 +80,7 @@ class TrainReader:
 
     Attributes:
         info: what the store is for.
-        sampling: as given, but for the window under a disk budget.
+        sampling: as given. A store that is followed has smaller windows in epoch 0, the smaller for a disk budget.
 
     Raises:
         StoreError: no store, none of its shards is complete (unless followed), or it is being read by others while
@@ -103,7 +103,7 @@ class TrainReader:
         if not 0 <= rank < sampling.world_size:
             raise ValueError(f"rank {rank} is not within a world of {sampling.world_size}")
         self.info = read_store_info(store)
-        self.sampling, self._budget = sampling, None
+        self.sampling, self._following, self._budget = sampling, self._cautious(sampling), None
         self._pin = torch.cuda.is_available() if self._reading.pin is None else self._reading.pin
         self._supply = Supply(self._root, self.info)
         if self._reading.disk_budget is not None:
@@ -111,7 +111,7 @@ class TrainReader:
                 what = "a disk budget is for a store that is followed"
                 raise ConfigError(what, "train.disk_budget", "set train.follow, too")
             self._budget = DiskBudget(self._supply, self._reading.disk_budget)
-            self.sampling = self._budget.fitted(sampling)
+            self._following = self._budget.fitted(self._following)
         self._rows = RowReader(self._root, self.info, floats=self._reading.floats, verify=self._reading.verify)
         self._scratch = threading.local()
         self._orders: dict[int, EpochOrder] = {}
@@ -122,6 +122,10 @@ class TrainReader:
         except BaseException:
             self.close()
             raise
+
+    def _cautious(self, sampling: Sampling) -> Sampling:
+        """For a store that is followed: training starts, at the latest, with an eighth of it."""
+        return replace(sampling, window_shards=max(1, min(sampling.window_shards, len(self.info.plan.shards) // 8)))
 
     def _locked(self) -> int | None:
         if self._reading.disk_budget is None:
@@ -137,6 +141,9 @@ class TrainReader:
             raise StoreError(what, self._root, "resume that run with its train.disk_budget, or extract them again")
         if not self._supply.tables and not self._reading.follow:
             raise StoreError("no complete shard yet", self._root, "let eyas extract finish one, or set train.follow")
+        if not (self.complete or self._reading.follow):
+            done, planned = len(self._supply.tables), len(self._supply.starts)
+            self._say(f"{done:,} of {planned:,} shards are complete, and only they are read: train.follow would wait")
 
     # --- order ---
 
@@ -175,7 +182,7 @@ class TrainReader:
             raise ConfigError("shards that were used are removed: there is one epoch only", "train.disk_budget")
         with self._lock:
             if (order := self._orders.get(epoch)) is None:
-                order = EpochOrder(self.sampling, epoch)
+                order = EpochOrder(self._following if self._followed(epoch) else self.sampling, epoch)
                 if not self._followed(epoch) or self.complete:
                     self._take_in(order)
                 self._orders = {epoch: order}
@@ -200,7 +207,7 @@ class TrainReader:
     def _windows(self, epoch: int) -> Iterator[list[int]]:
         """Shard numbers, a window at a time."""
         if self._followed(epoch):
-            yield from windows(len(self._supply.starts), self.sampling, epoch, in_order=True)
+            yield from windows(len(self._supply.starts), self._following, epoch, in_order=True)
             return
         known = sorted(self._supply.tables)
         for window in windows(len(known), self.sampling, epoch):
