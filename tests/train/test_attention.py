@@ -41,7 +41,8 @@ def allowed(batch: Batch, count: int) -> Tensor:
     return same & (torch.arange(len(batch.tokens))[None] <= rows[:, None])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
+@example([5] * 100, 1.0, 0, 0)  # fewer blocks of rows at each step
 @given(
     st.lists(st.integers(2, 400), min_size=1, max_size=5), st.floats(0.5, 1), st.integers(0, 200), st.integers(0, 99)
 )
