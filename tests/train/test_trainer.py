@@ -185,3 +185,22 @@ def test_a_summary_without_evaluation_says_nothing_of_acceptance(inputs: Path, t
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000002" / "state.json").read_text())
     assert state["progress"]["metric"] is None
     assert dataclasses.asdict(summary)["untrained"] is None
+
+
+@pytest.mark.parametrize("vocab", [{"vocab_coverage": 0.5}, {"vocab_size": 1024}])
+def test_rows_outside_the_draft_vocabulary_may_be_dropped(
+    inputs: Path, tmp_path: Path, vocab: dict[str, float]
+) -> None:
+    kept, dropped = tmp_path / "kept", tmp_path / "dropped"
+    for out, oov in ((kept, "keep"), (dropped, "drop")):
+        assert run(inputs, out, oov=oov, max_steps=2, **vocab).steps == 2
+    same = [event["loss"] for event in events(kept, "train")] == [event["loss"] for event in events(dropped, "train")]
+    assert same == ("vocab_size" in vocab), "with the whole vocabulary no row is outside"
+
+
+def test_options_that_change_no_number_change_none(inputs: Path, tmp_path: Path) -> None:
+    plain = {"max_steps": 3, "eval_share": 0.0}
+    run(inputs, tmp_path / "plain", **plain)
+    run(inputs, tmp_path / "other", **plain, checkpoint_activations=True, readers=0)
+    one, two = (events(tmp_path / name, "train") for name in ("plain", "other"))
+    assert [event["loss"] for event in one] == pytest.approx([event["loss"] for event in two], rel=1e-12)

@@ -28,7 +28,7 @@ from eyas.acceptance import Acceptance
 from eyas.config import TrainConfig
 from eyas.config.train import FREE
 from eyas.data.corpus import Corpus
-from eyas.errors import ConfigError, StoreError
+from eyas.errors import ConfigError, StoreError, TrainError
 from eyas.rates import human_time
 from eyas.signals import StopSignals
 from eyas.store.documents import read_store_info
@@ -119,7 +119,11 @@ def train(cfg: TrainConfig, *, console: Console | None = None) -> TrainSummary:
         spoken = (console or Console(stderr=True)) if world.is_main else Console(file=io.StringIO())
         inputs = Inputs.open(cfg)
         with world.named(), _locked(cfg, world):
-            return _train(cfg, inputs, world, signals, spoken)
+            try:
+                return _train(cfg, inputs, world, signals, spoken)
+            except torch.OutOfMemoryError as error:
+                hint = "less train.batch_tokens and more train.accumulate, or train.checkpoint_activations=true"
+                raise TrainError("out of memory", world.device, hint) from error
 
 
 def _train(cfg: TrainConfig, inputs: Inputs, world: World, signals: StopSignals, console: Console) -> TrainSummary:
@@ -222,7 +226,6 @@ def make_objective(
     """
     target, device = inputs.target, torch.device(device)
     masters = torch.float64 if cfg.dtype == "f64" else torch.float32
-    head = Head.load(target)
     if cfg.init_from is not None:
         draft = starting_point(cfg, inputs).build(target, masters)
     else:
@@ -233,6 +236,7 @@ def make_objective(
         draft = Eagle3Draft(config, embeddings, generator).to(masters)
         draft.embed_tokens = embeddings  # not cast with the parameters
     on_gpu = device.type == "cuda"
+    teacher = _teacher_head(target, vocab, cfg.oov)
     options = ObjectiveOptions(
         step_decay=cfg.step_decay,
         oov=cfg.oov,
@@ -241,7 +245,7 @@ def make_objective(
         compile=cfg.compile and on_gpu,
         checkpoint=cfg.checkpoint_activations,
     )
-    return Objective(draft, _teacher_head(head, vocab, cfg.oov), vocab.target_ids, options).to(device)
+    return Objective(draft, teacher, vocab.target_ids, options).to(device)
 
 
 def starting_point(cfg: TrainConfig, inputs: Inputs) -> DraftCheckpoint:
@@ -264,16 +268,17 @@ def starting_point(cfg: TrainConfig, inputs: Inputs) -> DraftCheckpoint:
     return start
 
 
-def _teacher_head(head: Head, vocab: DraftVocab, oov: str) -> TeacherHead:
-    inside, bias = vocab.target_ids, head.bias
-    outside = torch.nonzero(~vocab.t2d)[:, 0] if oov == "drop" else None
+def _teacher_head(target: Target, vocab: DraftVocab, oov: str) -> TeacherHead:
+    """The target's lm_head, only the rows that are needed."""
+    inside = Head.load(target, rows=vocab.target_ids)
+    outside = Head.load(target, rows=torch.nonzero(~vocab.t2d)[:, 0]) if oov == "drop" else None
     return TeacherHead(
-        weight=head.weight[inside],
-        bias=None if bias is None else bias[inside],
-        outside=None if outside is None else head.weight[outside],
-        outside_bias=None if outside is None or bias is None else bias[outside],
-        scale=head.scale,
-        softcap=head.softcap,
+        weight=inside.weight,
+        bias=inside.bias,
+        outside=outside and outside.weight,
+        outside_bias=outside and outside.bias,
+        scale=inside.scale,
+        softcap=inside.softcap,
     )
 
 
