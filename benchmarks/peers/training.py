@@ -121,6 +121,15 @@ def build_specforge(made: Made, config: Eagle3Config, steps: int, device: str) -
     Raises:
         ImportError: it is not installed.
     """
+    core, _, batch = specforge_parts(made, config, steps, device)
+    flops = _flops(config, made, steps, teacher_vocab=config.vocab_size, head_trained=True, packed=False)
+    return (lambda: core.train_step(batch).loss), flops, "rows of T tokens as one document each; teacher on all tokens"
+
+
+def specforge_parts(
+    made: Made, config: Eagle3Config, steps: int, device: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Any, Any, Any]:
+    """(TrainerCore, draft model, batch)."""
     load = importlib.import_module
     auto = load("specforge.modeling.auto")
     head_type = load("specforge.modeling.target.target_head").TargetHead
@@ -138,11 +147,11 @@ def build_specforge(made: Made, config: Eagle3Config, steps: int, device: str) -
             draft = auto.AutoDraftModel.from_config(
                 auto.AutoDraftModelConfig.from_file(str(draft_file)),
                 attention_backend="flex_attention",
-                torch_dtype=torch.bfloat16,
+                torch_dtype=dtype,
             )
             head = head_type(folder)
     t2d, d2t = _maps(config, made)
-    head = head.to(torch.bfloat16)
+    head = head.to(dtype)
     with torch.no_grad():
         draft.t2d.copy_(t2d)
         draft.d2t.copy_(d2t)
@@ -154,7 +163,7 @@ def build_specforge(made: Made, config: Eagle3Config, steps: int, device: str) -
     model = load("specforge.algorithms.eagle3.model").OnlineEagle3Model(
         draft_model=draft, length=steps, attention_backend="flex_attention"
     )
-    model = model.to(device=device, dtype=torch.bfloat16).train()
+    model = model.to(device=device, dtype=dtype).train()
 
     def optimizer_of(module: Any) -> Any:
         return bf16_optimizer(
@@ -177,12 +186,11 @@ def build_specforge(made: Made, config: Eagle3Config, steps: int, device: str) -
             "input_ids": made.tokens.to(device),
             "attention_mask": torch.ones_like(mask).to(device),
             "loss_mask": mask.to(device),
-            "hidden_state": made.aux.to(device),
-            "target": made.last.to(device),
+            "hidden_state": made.aux.to(device, dtype),
+            "target": made.last.to(device, dtype),
         },
     )
-    flops = _flops(config, made, steps, teacher_vocab=config.vocab_size, head_trained=True, packed=False)
-    return (lambda: core.train_step(batch).loss), flops, "rows of T tokens as one document each; teacher on all tokens"
+    return core, draft, batch
 
 
 def build_speculators(made: Made, config: Eagle3Config, steps: int, device: str) -> Built:
@@ -191,48 +199,11 @@ def build_speculators(made: Made, config: Eagle3Config, steps: int, device: str)
     Raises:
         ImportError: it is not installed.
     """
-    load = importlib.import_module
-    eagle3, optimizers = load("speculators.models.eagle3"), load("speculators.train.optimizers")
-    collate_type = load("speculators.train.data").CollateFn
-    transformers = load("transformers")
-    layer = transformers.LlamaConfig(
-        **_config(config),
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-        layer_types=["full_attention"],
-    )
-    layer._attn_implementation = "simple_flex_attention"
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = eagle3.Eagle3DraftModel(
-            eagle3.Eagle3SpeculatorConfig(
-                transformer_layer_config=layer,
-                draft_vocab_size=config.draft_vocab_size,
-                norm_before_residual=True,
-                norm_before_fc=True,
-                norm_output=True,
-                eagle_aux_hidden_state_layer_ids=list(config.aux_layers),
-            )
-        ).float()
-    model.load_vocab_mappings(*_maps(config, made))
-    head = made.head[made.draft_ids].float()
-    with torch.no_grad():
-        model.embed_tokens.weight.copy_(made.embeddings)
-        model.lm_head.weight.copy_(head)
-        model.verifier_lm_head.weight.copy_(head)
-    model.to(device).train()
+    optimizers, transformers = (importlib.import_module(n) for n in ("speculators.train.optimizers", "transformers"))
+    model, batch, options = speculators_parts(made, config, steps, device)
     settings = types.SimpleNamespace(optimizer="adamw", lr=_LR, weight_decay=0.01)
     opts = optimizers.build_optimizers(model, settings)
     schedules = [transformers.get_linear_schedule_with_warmup(o, 0, _TOTAL_STEPS) for o in opts]
-    loss_kind = "fused" if device == "cuda" and torch.__version__ >= "2.12" else "eager"
-    options, _ = eagle3.Eagle3DraftModel.get_trainer_kwargs(
-        loss_fn="kl_div", loss_implementation=loss_kind, ttt_steps=steps, ttt_step_loss_decay=1.0
-    )
-    size = -(-made.tokens.numel() // 128) * 128
-    collate = collate_type(size, config.hidden_size, config.num_aux, torch.bfloat16, preprocess=eagle3.shift_batch)
-    batch = {
-        key: value.to(device) if isinstance(value, Tensor) else value
-        for key, value in collate(_documents(made)).items()
-    }
 
     def step() -> Tensor:
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -249,7 +220,56 @@ def build_speculators(made: Made, config: Eagle3Config, steps: int, device: str)
 
     trained = any(p.requires_grad for p in model.lm_head.parameters())
     flops = _flops(config, made, steps, teacher_vocab=config.draft_vocab_size, head_trained=trained, packed=True)
-    return step, flops, f"{loss_kind} loss, documents packed, lm_head {'trained' if trained else 'frozen'}"
+    notes = f"{_loss_kind(device)} loss, documents packed, lm_head {'trained' if trained else 'frozen'}"
+    return step, flops, notes
+
+
+def _loss_kind(device: str) -> str:
+    return "fused" if device == "cuda" and torch.__version__ >= "2.12" else "eager"
+
+
+def speculators_parts(
+    made: Made, config: Eagle3Config, steps: int, device: str, *, norms: bool = True
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """(model, batch, options of its forward pass); `norms`: its defaults, three norms that plain EAGLE-3 lacks."""
+    load = importlib.import_module
+    eagle3, transformers = load("speculators.models.eagle3"), load("transformers")
+    collate_type = load("speculators.train.data").CollateFn
+    layer = transformers.LlamaConfig(
+        **_config(config),
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        layer_types=["full_attention"],
+    )
+    layer._attn_implementation = "simple_flex_attention"
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = eagle3.Eagle3DraftModel(
+            eagle3.Eagle3SpeculatorConfig(
+                transformer_layer_config=layer,
+                draft_vocab_size=config.draft_vocab_size,
+                norm_before_residual=norms,
+                norm_before_fc=norms,
+                norm_output=norms,
+                eagle_aux_hidden_state_layer_ids=list(config.aux_layers),
+            )
+        ).float()
+    model.load_vocab_mappings(*_maps(config, made))
+    head = made.head[made.draft_ids].float()
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(made.embeddings)
+        model.lm_head.weight.copy_(head)
+        model.verifier_lm_head.weight.copy_(head)
+    model.to(device).train()
+    options, _ = eagle3.Eagle3DraftModel.get_trainer_kwargs(
+        loss_fn="kl_div", loss_implementation=_loss_kind(device), ttt_steps=steps, ttt_step_loss_decay=1.0
+    )
+    size = -(-made.tokens.numel() // 128) * 128
+    collate = collate_type(size, config.hidden_size, config.num_aux, torch.bfloat16, preprocess=eagle3.shift_batch)
+    batch = {
+        key: value.to(device) if isinstance(value, Tensor) else value
+        for key, value in collate(_documents(made)).items()
+    }
+    return model, batch, options
 
 
 def _documents(made: Made) -> list[dict[str, Tensor]]:
