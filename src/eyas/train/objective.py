@@ -18,8 +18,9 @@ twice as much again (fc once: its input is not trained; the teacher nothing):
     each n_k   queries 2 H q;  keys and values 2 H 2 kv (k >= 1 only);  o 2 q H;  MLP 6 H F;  lm_head 2 H Vd
     each M     teacher 2 H Vd, once for all steps
 
-`eyas.train.flops` counts them for a batch. At H 4096, F 14336, Vd 32000, K 7 that is 9.3 GFLOP a token, forward and
-backward, where 60 % of the rows draft, and 15.3 where all do; attention over one document of 8192 adds 1.4 and 1.6.
+`eyas.train.flops` counts them for a batch. At H 4096, F 14336, Vd 32000, K 7 and rows of 300 tokens that is 8.9 GFLOP
+a token, forward and backward, where 60 % of the tokens are trained, and 15.1 where all are; attention over a single
+document of 8192 adds 1.3 and 1.6.
 """
 
 from __future__ import annotations
