@@ -25,7 +25,8 @@ class TrainConfig(Section):
     out: Path | None = None
     """Folder for checkpoints, the log and the drafter; an unfinished run there is resumed; `--out`."""
     init_from: str | None = None
-    """A published draft checkpoint to start from; default: random weights."""
+    """A published draft checkpoint to start from; default: a new layer between the target's last captured layer and
+    its head."""
     draft: dict[str, Any] = {}
     """The drafter's shape where it shall differ from the one derived from the target: `{intermediate_size: 8192}`."""
     vocab_size: Positive | None = None

@@ -47,6 +47,7 @@ from eyas.train.objective import Objective, ObjectiveOptions
 from eyas.train.optimizer import Schedule, make_adamw
 from eyas.train.reader import Reading, TrainReader
 from eyas.train.sampler import Sampling
+from eyas.train.start import start_like_target
 from eyas.train.state import WEIGHTS, Checkpoints, Progress
 from eyas.train.trainer import Parts, Trainer
 from eyas.train.view import TrainView
@@ -235,6 +236,7 @@ def make_objective(
         embeddings = input_embeddings(target)
         draft = Eagle3Draft(config, embeddings, generator).to(masters)
         draft.embed_tokens = embeddings  # not cast with the parameters
+        start_like_target(draft, target, vocab)
     on_gpu = device.type == "cuda"
     teacher = _teacher_head(target, vocab, cfg.oov)
     options = ObjectiveOptions(
