@@ -12,6 +12,7 @@ trainer that needs less never waits.
 
     start_s        from nothing but imports to the epoch's order; first_s: to the first batch
     gb_per_s       states read, verified and packed over the time of the epoch (from the first request on)
+    cpu_s_per_gb   processor time of the process, imports left out
     cached         share of the store in the page cache before the round: cold rounds drop it first
     own_mb         the process's own memory at its peak, over what it had after imports
     big_store      start_s of a store of --big-tb, its states left as holes: only indices are read
@@ -201,7 +202,7 @@ def one_round(args: argparse.Namespace) -> dict[str, float]:
     packed = functools.partial(pack, steps=7, budget=args.budget)
     reading = Reading(threads=args.round_threads, prefetch=args.prefetch, verify=not args.unverified, pin=False)
     before = own_mb("RssAnon")
-    peak = before
+    peak, spent = before, os.times()
     began = time.perf_counter()
     with TrainReader(args.store, Sampling(args.budget), packed, reading=reading) as reader:
         batches = reader.batches(0)
@@ -224,7 +225,7 @@ def one_round(args: argparse.Namespace) -> dict[str, float]:
         "rows_per_s": stats.rows / stats.wall_s,
         "tokens_per_s": stats.tokens / stats.wall_s,
         "filled": counts.tokens / (counts.batches * args.budget),
-        "cpu_s_per_gb": (cpu.user + cpu.system) / (stats.bytes / 1e9),
+        "cpu_s_per_gb": (cpu.user + cpu.system - spent.user - spent.system) / (stats.bytes / 1e9),
         "own_mb": peak - before,
     }
 
@@ -309,6 +310,7 @@ def main() -> None:
             "cpu": platform.processor() or platform.machine(),
             "torch": torch.__version__,
             "gb": args.gb,
+            "load": round(os.getloadavg()[2], 1),  # of the last quarter of an hour: what else ran here
         }
         args.json.write_text(json.dumps([about | result for result in results], indent=1) + "\n")
 
