@@ -227,6 +227,10 @@ def two_ranks(inputs: Path, folder: Path) -> dict[str, list[Any]]:
     wait_for_steps(folder / "lost", 3, children[0])
     began_s = time.monotonic()
     os.kill(children[1], signal.SIGKILL)
+    time.sleep(0.5)
+    for _ in range(2):  # as torchrun does to the others
+        os.kill(children[0], signal.SIGTERM)
+        time.sleep(0.5)
     codes["lost"] = [ended(children[0]), ended(children[1]), time.monotonic() - began_s]
     children = ranks(inputs, folder / "failing", [{}, {"store": folder / "nowhere"}])
     codes["failing"] = [ended(child) for child in children]

@@ -45,11 +45,13 @@ class World:
     Attributes:
         rank, size: its number, and how many there are.
         device: where it computes.
+        ending: set once the run ends by a rank's fault: torchrun's SIGTERM, which follows, must not hide the reason.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    ending: threading.Event = field(default_factory=threading.Event)
     _host: dist.ProcessGroup | None = None
     _watch: _Watch | None = None
 
@@ -107,6 +109,7 @@ class World:
         except (RuntimeError, ValueError) as error:  # gloo's own are plain RuntimeErrors
             if self._watch is None or not _is_of_a_connection(error):
                 raise
+            self.ending.set()
             raise TrainError(*self._watch.reason(first_line(error))) from error
 
 
@@ -191,12 +194,15 @@ def _is_of_a_connection(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def open_world(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[World]:
+def open_world(
+    device: str = "auto", *, timeout_s: float = 600.0, ending: threading.Event | None = None
+) -> Iterator[World]:
     """The world that torchrun's environment describes, or this process alone.
 
     Args:
         device: torch device; `auto` is a GPU where there is one. Of several ranks each takes the GPU of its local rank.
         timeout_s: longest wait for one another.
+        ending: see `World`.
 
     Raises:
         ConfigError: no such device, or an environment that is not complete. TrainError: a rank did not come.
@@ -211,12 +217,14 @@ def open_world(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Wo
         yield World(device=place)
         return
     world = _joined(place, timeout_s)
+    world.ending = ending or world.ending
     assert world._watch is not None
     try:
         yield world
         with world.named():
             dist.barrier(group=world._host)  # nobody is told gone who has only finished first
     except BaseException as error:
+        world.ending.set()
         world._watch.tell(str(error) if isinstance(error, EyasError) else f"{type(error).__name__}: {error}")
         _leave(world, failed=True)
         raise
@@ -243,7 +251,7 @@ def _joined(place: torch.device, timeout_s: float) -> World:
         raise TrainError("the ranks did not meet", where, first_line(error)) from error
     watch = _Watch(torch_dist.PrefixStore("eyas", store), rank, size)
     watch.start()
-    return World(rank, size, place, host, watch)
+    return World(rank, size, place, _host=host, _watch=watch)
 
 
 def _leave(world: World, *, failed: bool) -> None:

@@ -14,6 +14,7 @@ import io
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -116,7 +117,17 @@ def train(cfg: TrainConfig, *, console: Console | None = None) -> TrainSummary:
     for name in ("store", "corpus", "out"):
         if getattr(cfg, name) is None:
             raise ConfigError(f"no {name} is named", f"train.{name}", f"--{name}, or {name}: in section train")
-    with StopSignals() as signals, open_world(cfg.device, timeout_s=cfg.timeout_s) as world:
+    ending = threading.Event()
+
+    def stop() -> None:
+        if not ending.is_set():
+            raise KeyboardInterrupt
+
+    with (
+        StopSignals() as signals,
+        signals.heard_by(stop),
+        open_world(cfg.device, timeout_s=cfg.timeout_s, ending=ending) as world,
+    ):
         spoken = (console or Console(stderr=True)) if world.is_main else Console(file=io.StringIO())
         inputs = Inputs.open(cfg)
         with world.named(), _locked(cfg, world):

@@ -171,6 +171,8 @@ class Trainer:
         return taken
 
     def _stop(self) -> None:
+        if self._parts.world.ending.is_set():
+            return
         if self._stopping:  # the second time it is not waited for
             raise KeyboardInterrupt
         self._stopping = True
