@@ -294,6 +294,16 @@ def test_without_gradients_the_same_numbers_and_no_graph() -> None:
     assert got.accepted.tolist() == wanted.accepted.tolist()
 
 
+def test_a_factor_of_the_loss_is_one_of_every_gradient() -> None:
+    world, draft = World(TURNS), made_draft()
+    batch = pack(world.samples(), steps=3)
+    objective = world.objective(draft)
+    objective(batch, normaliser_of([batch])).loss.backward()
+    wanted = {name: -2.5 * gradient for name, gradient in gradients(draft).items()}
+    (-2.5 * objective(batch, normaliser_of([batch])).loss).backward()
+    assert_same(gradients(draft), wanted, 1e-12)
+
+
 def test_backward_runs_once() -> None:
     world, draft = World(TURNS), made_draft()
     batch = pack(world.samples(), steps=2)
