@@ -545,6 +545,17 @@ def test_the_stores_size_is_told_while_shards_get_their_names(tmp_path: Path) ->
         store_bytes(tmp_path / "nowhere")
 
 
+def test_an_extraction_that_goes_on_leaves_consumed_shards_alone(corpus: Path, complete: Path, tmp_path: Path) -> None:
+    """Also where it retries rows that failed."""
+    root, info = empty_store(complete, tmp_path / "store"), read_store_info(complete)
+    bring(complete, root, 0, 1)
+    assert remove_first(root) > 0
+    summary = fill(corpus, root, SHARDS, retry_failed=True)
+    assert summary.complete and summary.rows_now == ROWS - info.plan.shards[2].start
+    assert not list(root.glob("shard-00000.safetensors*")) and not (root / "shard-00000.journal").exists()
+    assert _problems(root) == {ProblemKind.CONSUMED}
+
+
 def test_locks_are_let_go_with_their_process(complete: Path) -> None:
     fds: Sequence[int | None] = (share_store(complete), share_store(complete))
     for fd in fds:
