@@ -556,6 +556,20 @@ def test_an_extraction_that_goes_on_leaves_consumed_shards_alone(corpus: Path, c
     assert _problems(root) == {ProblemKind.CONSUMED}
 
 
+def test_a_consumed_shard_whose_file_is_still_there_is_not_reopened(corpus: Path, tmp_path: Path) -> None:
+    """The removal was killed after it said so; its failed rows are not tried again, and the next run removes it."""
+    root = tmp_path / "store"
+    fill(corpus, root, SHARDS, "fake.failing_rows=1")
+    before = (root / "shard-00000.json").read_bytes(), (root / "shard-00000.safetensors").read_bytes()
+    assert remove_first(root) > 0
+    for name, data in zip(("shard-00000.json", "shard-00000.safetensors"), before, strict=True):
+        (root / name).write_bytes(data)
+    assert fill(corpus, root, SHARDS, retry_failed=True).rows_now == 0
+    assert (root / "shard-00000.safetensors").read_bytes() == before[1]
+    TrainReader(root, SAMPLING, PACK, reading=replace(FOLLOW, disk_budget=10**9)).close()
+    assert not (root / "shard-00000.safetensors").exists() and verify_store(root).failed == 0
+
+
 def test_locks_are_let_go_with_their_process(complete: Path) -> None:
     fds: Sequence[int | None] = (share_store(complete), share_store(complete))
     for fd in fds:
