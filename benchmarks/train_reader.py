@@ -246,9 +246,8 @@ def rounds(args: argparse.Namespace, store: Path) -> Iterator[dict[str, Any]]:
                 shares.append(cached_share(store))
                 found.append(measured(args, store, threads))
             yield {"cache": cache, "threads": threads, "cached": statistics.median(shares)} | medians(found)
-    yield {"cache": "warm", "threads": args.threads[-1], "verify": False} | measured(
-        args, store, args.threads[-1], "--unverified"
-    )
+    more = {"cache": "warm", "threads": args.threads[-1], "verify": False, "cached": cached_share(store)}
+    yield more | measured(args, store, args.threads[-1], "--unverified")
 
 
 def medians(found: list[dict[str, float]]) -> dict[str, float]:
@@ -259,6 +258,33 @@ def shown(result: dict[str, Any]) -> str:
     return "  ".join(
         f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()
     )
+
+
+def document(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """As `make docs` takes it."""
+    columns = ("cache", "threads", "verify", "gb_per_s", "rows_per_s", "tokens_per_s")
+    columns += ("cpu_s_per_gb", "start_s", "first_s", "own_mb", "cached", "filled")
+    rounds_ = [result for result in results if "gb_per_s" in result]
+    big = [
+        f"start_s of a store of {result['big_store_tb']:g} TB whose states are holes, {result['cache']} cache: "
+        f"{result['start_s']:.2f}; {result['batches']:,.0f} batches; {result['own_mb']:.1f} MB"
+        for result in results
+        if "big_store_tb" in result
+    ]
+    return {
+        "title": "What training reads",
+        "what": f"An epoch of packed batches of {args.budget:,} tokens from {args.gb:g} GB in the shape of an 8B "
+        f"target, read, verified, packed and dropped; median of {args.rounds}. `benchmarks/train_reader.py` says what is what.",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()}), no GPU; load average of the last "
+        f"quarter of an hour {os.getloadavg()[2]:.1f}",
+        "versions": f"torch {torch.__version__}",
+        "command": "python benchmarks/train_reader.py " + " ".join(sys.argv[1:]),
+        "rows": [
+            {column: ({"verify": True, "cached": 1.0} | result)[column] for column in columns} for result in rounds_
+        ],
+        "notes": big,
+    }
 
 
 def main() -> None:
@@ -303,16 +329,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if args.json is not None:
-        about = {
-            "command": " ".join(sys.argv[1:]),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "cores": os.cpu_count(),
-            "cpu": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "gb": args.gb,
-            "load": round(os.getloadavg()[2], 1),  # of the last quarter of an hour: what else ran here
-        }
-        args.json.write_text(json.dumps([about | result for result in results], indent=1) + "\n")
+        args.json.write_text(json.dumps(document(args, results), indent=1) + "\n")
 
 
 if __name__ == "__main__":
