@@ -274,15 +274,14 @@ def document(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[st
     return {
         "title": "What training reads",
         "what": f"An epoch of packed batches of {args.budget:,} tokens from {args.gb:g} GB in the shape of an 8B "
-        f"target, read, verified, packed and dropped; median of {args.rounds}. `benchmarks/train_reader.py` says what is what.",
+        f"target, read, verified, packed and dropped; median of {args.rounds}. `benchmarks/train_reader.py` "
+        "says what is what.",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()}), no GPU; load average of the last "
         f"quarter of an hour {os.getloadavg()[2]:.1f}",
         "versions": f"torch {torch.__version__}",
         "command": "python benchmarks/train_reader.py " + " ".join(sys.argv[1:]),
-        "rows": [
-            {column: ({"verify": True, "cached": 1.0} | result)[column] for column in columns} for result in rounds_
-        ],
+        "rows": [{column: ({"verify": True} | result)[column] for column in columns} for result in rounds_],
         "notes": big,
     }
 
