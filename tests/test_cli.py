@@ -22,6 +22,9 @@ from eyas.data.corpus import CorpusMeta, CorpusWriter
 from servers import free_port
 from sglang_cpu.models import tiny_llama
 
+#: Places of a training run, none of them there.
+TRAIN = ("--store", "{tmp}/s", "--corpus", "{tmp}/c", "--out", "{tmp}/r")
+
 
 def run(*args: object) -> Result:
     result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, [str(arg) for arg in args])
@@ -179,6 +182,15 @@ def test_failed_rows_exit_with_6_and_say_how_to_retry(corpus: Path, tmp_path: Pa
         (("verify", "{tmp}"), 5, "no store"),
         (("store", "info", "{tmp}/absent"), 5, "absent"),
         (("store", "move", "{tmp}", "--to", "{tmp}"), 5, "no store"),
+        (("train",), 2, "--store"),
+        (("train", "absent.yaml"), 2, "absent.yaml"),
+        (("train", "{empty}", "--config", "{empty}"), 2, "two files"),
+        (("train", "--store", "{tmp}/s", "--out", "{tmp}/r"), 2, "--corpus"),
+        (("train", "--store", "{tmp}/s", "--corpus", "{corpus}", "--out", "{tmp}/r"), 5, "no store"),
+        (("train", "--store", "{tmp}", "--corpus", "{empty}", "--out", "{tmp}/r"), 5, "no store"),
+        (("train", "--set", "train.lr=0"), 2, "train.lr"),
+        (("train", "--set", "train.learning_rate=1"), 2, "train."),
+        (("train", "--set", "train.device=tpu9", *TRAIN), 2, "tpu9"),
         (("serve", "no/such-model-anywhere"), 2, "no/such-model-anywhere"),
         (("serve", "{model}", "--set", "capture.layers=[3, 1]"), 2, "ascending"),
         (("serve", "{model}", "--run"), 2, "serve.python"),

@@ -189,3 +189,28 @@ def test_a_chat_is_asked_again_at_its_last_user_turn(template: Template, tmp_pat
     (prompt,) = read_prompts(path, template)
     assert prompt.messages == turns[:4]
     assert template.decode(prompt.ids).endswith("<|im_start|>user\nuser<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.slow
+def test_the_whole_demo_ends_with_a_drafter_and_a_second_one_reuses_it(smollm2_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"q{i}", "messages": [{"role": "user", "content": f"Count to {i}."}]} for i in range(2, 8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    training = demo.TRAINING.model_copy(update={"max_steps": 2, "eval_share": 0.4, "vocab_size": 256})
+    said = io.StringIO()
+    first, second = (
+        demo.run_demo(
+            tmp_path / "demo", smollm2_dir.parent, prompts=path, max_new_tokens=12, training=training,
+            console=Console(file=said, width=200),
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    assert json.loads((tmp_path / "demo" / demo.SUMMARY).read_text()) == second
+    assert (first["rows"], first["mismatches"], first["train_steps"]) == (6, 0, 2)
+    assert 1 <= first["accept_length_untrained"] <= 4
+    assert first["accept_length"] is not None
+    assert (second["rows_reused"], second["answers_reused"]) == (6, 6)
+    for key in ("accept_length", "accept_length_untrained", "train_steps"):
+        assert second[key] == first[key]
+    assert (tmp_path / "demo" / demo.TRAIN / "draft" / "model.safetensors").is_file()
+    assert "tokens a cycle at step 2, untrained" in said.getvalue()

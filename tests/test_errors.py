@@ -23,7 +23,7 @@ def test_every_error_survives_a_process_boundary() -> None:
 def test_exit_codes_are_distinct_and_as_documented() -> None:
     codes = {cls.__name__: cls.exit_code for cls in errors.EyasError.__subclasses__()}
     expected = {"ConfigError": 2, "EngineError": 3, "IntegrityError": 4, "StoreError": 5, "RowsFailed": 6}
-    assert codes == expected | {"Interrupted": 130}
+    assert codes == expected | {"TrainError": 7, "Interrupted": 130}
 
 
 @pytest.mark.parametrize(

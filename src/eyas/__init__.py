@@ -4,6 +4,7 @@
     eyas.prepare_corpus(["chats.jsonl"], "HuggingFaceTB/SmolLM2-135M-Instruct", Path("corpus"))
     eyas.extract_states(Path("corpus"), Path("store"), server="http://localhost:30000")
     row = eyas.StoreReader("store")[0]        # row.tokens, row.aux [T, A, H], row.last [L, H], ...
+    eyas.train_drafter(eyas.load_config(Path("run.yaml")).train)
 
 The names below are the public ones; each is imported when first used, so `import eyas` is quick and torch-free.
 """
@@ -23,7 +24,16 @@ if TYPE_CHECKING:
     from eyas.data.regenerate import regenerate as regenerate_answers
     from eyas.data.statistics import statistics as corpus_statistics
     from eyas.demo import run_demo
-    from eyas.errors import ConfigError, EngineError, EyasError, IntegrityError, Interrupted, RowsFailed, StoreError
+    from eyas.errors import (
+        ConfigError,
+        EngineError,
+        EyasError,
+        IntegrityError,
+        Interrupted,
+        RowsFailed,
+        StoreError,
+        TrainError,
+    )
     from eyas.extract.runner import extract as extract_states
     from eyas.extract.runner import plan as plan_extraction
     from eyas.serve import serve_command
@@ -31,6 +41,7 @@ if TYPE_CHECKING:
     from eyas.store.move import move_shards
     from eyas.store.reader import StoreDataset, StoreReader
     from eyas.store.writer import StoreWriter
+    from eyas.train.run import train as train_drafter
     from eyas.verify import verify as verify_store
 
 __version__ = "0.1.0"
@@ -49,6 +60,7 @@ _HOME = {
     "StoreError": "errors",
     "StoreReader": "store.reader",
     "StoreWriter": "store.writer",
+    "TrainError": "errors",
     "corpus_statistics": "data.statistics:statistics",
     "describe_store": "store.documents",
     "extract_states": "extract.runner:extract",
@@ -60,6 +72,7 @@ _HOME = {
     "regenerate_answers": "data.regenerate:regenerate",
     "run_demo": "demo",
     "serve_command": "serve",
+    "train_drafter": "train.run:train",
     "verify_store": "verify:verify",
 }
 
@@ -77,6 +90,7 @@ __all__ = [
     "StoreError",
     "StoreReader",
     "StoreWriter",
+    "TrainError",
     "corpus_statistics",
     "describe_store",
     "extract_states",
@@ -88,6 +102,7 @@ __all__ = [
     "regenerate_answers",
     "run_demo",
     "serve_command",
+    "train_drafter",
     "verify_store",
 ]
 

@@ -1,7 +1,7 @@
 """The command line: one function per verb, and the one place where errors become messages and exit codes.
 
 Exit codes: 0 done, 1 a bug, 2 input or settings, 3 engine or server, 4 integrity, 5 store or disk, 6 finished but for
-failed rows, 130 stopped.
+failed rows, 7 training cannot go on, 130 stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ app = typer.Typer(
     name="eyas",
     help="Turn a served language model into an EAGLE-3 draft model.",
     epilog="Exit codes: 0 done, 2 input or settings, 3 engine or server, 4 integrity, 5 store or disk, "
-    "6 finished but for failed rows, 130 stopped.",
+    "6 finished but for failed rows, 7 training cannot go on, 130 stopped.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -322,11 +322,48 @@ def store_move(
 
 @app.command()
 @_reporting
+def train(
+    run: Annotated[Path | None, typer.Argument(help="YAML file of settings; the same as --config.")] = None,
+    store: Annotated[Path | None, typer.Option(help="What `eyas extract` wrote.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="What `eyas prepare` wrote: its folder or the .parquet file.")] = (
+        None
+    ),
+    model: Annotated[
+        str | None, typer.Option("--target", "--model", help="Default: the one the corpus was prepared for.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for checkpoints, log and drafter; an unfinished run is resumed."),
+    ] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Train a drafter on a store; the same command resumes.
+
+    Example: `eyas train run.yaml`, or `eyas train --store store --corpus corpus --out run --set train.lr=2e-4`
+
+    Several GPUs: `torchrun --nproc-per-node 8 -m eyas train run.yaml`
+    """
+    if run is not None and config is not None:
+        raise eyas.ConfigError("two files of settings", f"{run} and --config {config}", "name one")
+    flags = {
+        "--store": ("train.store", store),
+        "--corpus": ("train.corpus", corpus),
+        "--target": ("train.target", model),
+        "--out": ("train.out", folder),
+    }
+    summary = eyas.train_drafter(eyas.load_config(config or run, overrides, flags).train, console=err)
+    if int(os.environ.get("RANK", "0")) == 0:
+        _table(summary.lines())
+
+
+@app.command()
+@_reporting
 def demo(
     folder: Annotated[Path, typer.Option("--out", help="Where it goes; a second run reuses it.")] = Path("runs/demo"),
     cache: Annotated[Path | None, typer.Option(help="Where the converted model is kept.")] = None,
 ) -> None:
-    """The whole job on this machine's CPU: SmolLM2-135M, 96 real prompts, no server."""
+    """The whole job on this machine's CPU: SmolLM2-135M, 96 real prompts, no server; ends with a small drafter."""
     eyas.run_demo(folder, cache, console=out)
 
 

@@ -1,9 +1,9 @@
 """The main job on a small real model, CPU only and without a server.
 
-    prompts -> answers.jsonl (token ids as the target sampled them) -> corpus/ -> store/ -> summary.json
+    prompts -> answers.jsonl (token ids as the target sampled them) -> corpus/ -> store/ -> train/ -> summary.json
 
-A second run reuses every answer made by the same model with the same settings, and every row that is stored; a killed
-one loses a batch of answers at most.
+A second run reuses every answer made by the same model with the same settings, every row that is stored, and every
+training step that is saved; a killed one loses a batch of answers, or 25 steps, at most.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from eyas.capture.contract import token_hash
-from eyas.config import Config, ExtractConfig, StoreConfig
+from eyas.config import Config, ExtractConfig, StoreConfig, TrainConfig
 from eyas.data.prepare import PrepareReport, prepare
 from eyas.data.rows import Chat, Dropped, Message
 from eyas.data.sources import read_chats
@@ -37,16 +37,32 @@ from eyas.extract.runner import extract
 from eyas.smollm2 import smollm2_dir
 from eyas.store.documents import read_store_info
 from eyas.store.format import EVENTS_DIR, STORE_FILE
+from eyas.train.run import TrainSummary, train
 from eyas.verify import Comparison, verify
 
 PROMPTS: Final = "demo_prompts.jsonl"  # shipped beside this module; sources and licences in NOTICE
 ANSWERS: Final = "answers.jsonl"
 CORPUS: Final = "corpus"  # the folder that prepare writes
 STORE: Final = "store"
+TRAIN: Final = "train"
 SUMMARY: Final = "summary.json"
 BATCH_ROWS: Final = 48
 SHARD_BYTES: Final = 16 << 20  # several shards, so that the demo shows some
 VERIFIED_ROWS: Final = 24
+#: Enough for a drafter to beat chance on prompts of the kind it saw, in a minute or two; far from enough to serve.
+TRAINING: Final = TrainConfig(
+    steps=3,
+    vocab_size=2048,
+    batch_tokens=512,
+    epochs=4,
+    lr=1e-3,
+    eval_share=0.15,
+    eval_every=25,
+    save_every=25,
+    dtype="f32",
+    device="cpu",
+    readers=1,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +115,22 @@ def run_demo(
     *,
     prompts: Path | None = None,
     max_new_tokens: int = 128,
+    training: TrainConfig = TRAINING,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Everything: answers, corpus, hidden states, proof; ends with a table and `out/summary.json`.
+    """Everything: answers, corpus, hidden states, proof, drafter; ends with a table and `out/summary.json`.
 
     Args:
         out: the demo's folder.
         cache: where the converted model is kept; None is EYAS_CACHE, else ~/.cache/eyas.
         prompts, max_new_tokens: as for `demo_corpus`.
+        training: how the drafter is trained; its places are set here.
         console: where progress and the table go.
 
     Returns:
         What summary.json holds: rows, tokens, tokens_per_s (of the session that stored last), bytes, failed,
-        mismatches, verified_rows, and how much was reused.
+        mismatches, verified_rows, how much was reused, and where nothing was wrong accept_length and
+        accept_length_untrained: simulated acceptance lengths on held-out prompts, with and without training.
 
     Raises:
         EyasError: as the steps do; IntegrityError when a row is not what it should be.
@@ -124,6 +143,7 @@ def run_demo(
     if _is_of_another_corpus(store, made.report.digest):
         _say(console, f"store: {store} is of another corpus and is made anew")
         shutil.rmtree(store)
+        shutil.rmtree(out / TRAIN, ignore_errors=True)
     dtype: Any = {torch.bfloat16: "bf16", torch.float32: "f32"}[_fast_dtype()]
     cfg = Config(extract=ExtractConfig(engine="hf", model_dtype=dtype), store=StoreConfig(shard_bytes=SHARD_BYTES))
     _say(console, "extract: hidden states of every row, by transformers in this process")
@@ -141,13 +161,27 @@ def run_demo(
         "verified_rows": found.rows,
         "rows_reused": run.rows_done - run.rows_now,
         "answers_reused": made.answers.reused,
-        "seconds": round(time.monotonic() - began, 1),
     }
+    lines = [*run.lines(), *report.lines()[1:]]
+    if not summary["mismatches"]:
+        _say(console, f"train: a drafter on the CPU, {training.eval_share:.0%} of the prompts held out")
+        places = {"store": store, "corpus": made.corpus, "target": str(made.model), "out": out / TRAIN}
+        trained = train(training.model_copy(update=places), console=console)
+        summary |= _trained(trained)
+        lines += [(name, text) for name, text in trained.lines() if name in ("steps", "accepted", "draft")]
+    summary["seconds"] = round(time.monotonic() - began, 1)
     (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    for name, text in [*run.lines(), *report.lines()[1:], ("summary", str(out / SUMMARY))]:
+    for name, text in [*lines, ("summary", str(out / SUMMARY))]:
         _say(console, f"{name:<10}  {text}")
     report.check()
     return summary
+
+
+def _trained(found: TrainSummary) -> dict[str, Any]:
+    """The training's part of summary.json."""
+    lengths = {"accept_length": found.accept_length, "accept_length_untrained": found.untrained}
+    rounded = {name: None if length is None else round(length, 3) for name, length in lengths.items()}
+    return {**rounded, "train_steps": found.steps, "train_seconds": round(found.seconds, 1)}
 
 
 def _say(console: Console, line: str | Text) -> None:

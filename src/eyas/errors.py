@@ -6,6 +6,7 @@
     ├── IntegrityError   exit 4   bytes that are not what they claim to be
     ├── StoreError       exit 5   the store or its disks: full, leased, foreign
     ├── RowsFailed       exit 6   the run is finished, but some rows could not be captured
+    ├── TrainError       exit 7   training cannot go on: a loss that is no number, a rank that is gone
     └── Interrupted      exit 130 Ctrl-C or SIGTERM, after draining what was in flight
 
 A traceback is for a bug only: `cli` prints these and exits with `exit_code`.
@@ -66,6 +67,12 @@ class RowsFailed(EyasError):
     """Every row was tried; some are recorded as failed, by name, and the rest are stored."""
 
     exit_code = 6
+
+
+class TrainError(EyasError):
+    """Training cannot go on as it is: the loss is no number, or another process of the run has ended."""
+
+    exit_code = 7
 
 
 class Interrupted(EyasError):

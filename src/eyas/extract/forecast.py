@@ -18,7 +18,7 @@ from eyas.capture.strictjson import loads
 from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError, StoreError
 from eyas.extract.engine import EngineInfo
-from eyas.extract.progress import human_bytes, human_time
+from eyas.rates import human_bytes, human_time
 from eyas.store.format import EVENTS_DIR
 
 _MAX_LOG_BYTES: Final = 256 << 20  # a line every few seconds, and one for each row that failed

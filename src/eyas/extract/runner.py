@@ -33,11 +33,13 @@ from eyas.extract.build import (
 )
 from eyas.extract.engine import EngineInfo
 from eyas.extract.forecast import Forecast, forecast
-from eyas.extract.progress import RunView, Snapshot, human_bytes
-from eyas.extract.signals import StopSignals
+from eyas.extract.progress import RunView, Snapshot
 from eyas.extract.worker import Report
 from eyas.extract.workers import work_here, work_in_processes
 from eyas.positions import kept_counts
+from eyas.rates import human_bytes
+from eyas.signals import StopSignals
+from eyas.store.consumed import read_consumed, store_bytes
 from eyas.store.documents import journalled_rows
 from eyas.store.format import STORE_FILE
 from eyas.store.plan import Shard
@@ -59,6 +61,7 @@ class Summary:
             speed counts only this session's rows.
         bytes: of the complete shards.
         forecast: what was planned.
+        consumed: numbers of shards that were trained on and removed; their rows count as stored.
     """
 
     rows: int
@@ -75,6 +78,7 @@ class Summary:
     bytes: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     first_failures: list[str] = field(default_factory=list)
+    consumed: set[int] = field(default_factory=set)
     stopped: bool = False
     _shards: dict[int, tuple[int, int, int]] = field(default_factory=dict, repr=False)  # rows, tokens, failed
 
@@ -101,6 +105,11 @@ class Summary:
                 else "nothing left to do",
             ),
         ]
+        if self.consumed:
+            what = (
+                f"{len(self.consumed):,} shards were trained on and removed; to redo them remove their .consumed files"
+            )
+            lines.append(("consumed", what))
         return lines + [("failed", f"{count} x {reason}") for reason, count in self.reasons.most_common()]
 
     def add(self, report: Report) -> None:
@@ -187,7 +196,7 @@ def extract(
         raise Interrupted(
             f"stopped: {summary.rows_done:,} of {summary.rows:,} rows stored", store, "the same command resumes"
         )
-    left = [shard for shard in writer.plan.shards if writer.state(shard) is not ShardState.COMPLETE]
+    left = [shard for shard in writer.plan.shards if not writer.state(shard).done]
     rows = sum(shard.rows for shard in left)
     raise StoreError(
         f"{len(left):,} shards of {rows:,} rows are not done: another process has leased them", store, "run it again"
@@ -279,25 +288,30 @@ def _count_complete(summary: Summary, writer: StoreWriter, corpus: Corpus) -> in
             summary.hold(shard.index, sidecar.ok_rows, sidecar.tokens - failed, len(sidecar.failed))
             summary.reasons |= Counter(sidecar.failed.values())
             total += sidecar.bytes
+        elif (gone := read_consumed(writer.info, shard, writer.paths(shard))) is not None:
+            summary.hold(shard.index, len(gone.table.rows), int(gone.table.tokens.sum()), len(gone.failed))
+            summary.consumed.add(shard.index)
     return total
 
 
 def plan_of(job: Job, corpus: Corpus, info: EngineInfo, writer: StoreWriter) -> Forecast:
     """The forecast of a store as its files stand now."""
-    states = [writer.state(shard) for shard in writer.plan.shards]
+    states, room = [writer.state(shard) for shard in writer.plan.shards], job.cfg.extract.disk_budget
+    if room is not None and job.store.is_dir():
+        room = max(0, room - store_bytes(job.store))
     missing = [_missing(writer, shard, state) for shard, state in zip(writer.plan.shards, states, strict=True)]
     return forecast(
         corpus,
         info,
         kept_counts(corpus.n_tokens, corpus.n_positions, info.spec.last),
         total=writer.plan.total_bytes,
-        missing=sum(missing),
+        missing=sum(missing) if room is None else min(sum(missing), room),
         tokens_left=sum(
             shard.tokens - sum(int(corpus.n_tokens[row]) for row in journalled_rows(writer.paths(shard)))
             for shard, state in zip(writer.plan.shards, states, strict=True)
-            if state is not ShardState.COMPLETE
+            if not state.done
         ),
-        shards=(len(states), states.count(ShardState.COMPLETE)),
+        shards=(len(states), sum(state.done for state in states)),
         root=job.store,
         reserve=job.cfg.store.reserve_bytes,
     )
@@ -305,7 +319,7 @@ def plan_of(job: Job, corpus: Corpus, info: EngineInfo, writer: StoreWriter) -> 
 
 def _missing(writer: StoreWriter, shard: Shard, state: ShardState) -> int:
     """Bytes that the disk has not given the shard yet: a part may be sparse, or empty where its maker was killed."""
-    if state is ShardState.COMPLETE:
+    if state.done:
         return 0
     given = 0
     for path in (writer.paths(shard).part, writer.paths(shard).final):

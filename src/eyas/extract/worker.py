@@ -18,10 +18,11 @@ import torch
 from eyas.capture.contract import CaptureSpec, RequestId
 from eyas.config import ExtractConfig
 from eyas.data.corpus import Corpus, CorpusRow
-from eyas.errors import EngineError, EyasError
+from eyas.errors import EngineError, EyasError, StoreError
 from eyas.extract.engine import Captured, CaptureRequest, Engine, Failed, Retry, StatesLost
 from eyas.extract.window import Window
 from eyas.positions import kept_positions, kept_runs
+from eyas.store.consumed import store_bytes
 from eyas.store.format import RowContents
 from eyas.store.plan import Shard
 from eyas.store.shard_writer import Distrust, Rejected, ShardWriter
@@ -33,6 +34,7 @@ _MAX_SENDS = 100  # attempt numbers have two digits
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 15.0
 _STORE_THREADS = 8  # rows brought to their places at once, each with a buffer of CHUNK_BYTES (docs/throughput.md)
 _FINISHERS = 2
+_ROOM_S = 0.5  # between looks at a store that is at its disk budget
 _REJECTED = {
     Rejected.CHECKSUM: "the states changed between the engine and the store",
     Rejected.NOT_FINITE: "NaN or Inf among the states",
@@ -183,7 +185,8 @@ class Worker:
         return None
 
     async def _lease(self, shard: Shard) -> tuple[list[CorpusRow], _OpenShard] | None:
-        if await self._in_thread(self._store.state, shard) is ShardState.COMPLETE:
+        state = await self._in_thread(self._store.state, shard)
+        if state.done or (state is ShardState.ABSENT and not await self._room(shard)):
             return None
         rows = await self._in_thread(lambda: list(self._corpus.rows(shard.start, shard.stop)))
 
@@ -208,6 +211,25 @@ class Worker:
         if not pending:
             await self._finish(open_shard)
         return [row for row in rows if row.index in pending], open_shard
+
+    async def _room(self, shard: Shard) -> bool:
+        """Wait until the shard fits in the disk budget; False when the run stops before.
+
+        Raises:
+            StoreError: it never will.
+        """
+        budget, size = self._cfg.disk_budget, self._store.info.layout(shard).file_bytes
+        if budget is not None and size > budget:
+            raise StoreError(f"a shard of {size:,} bytes is larger than extract.disk_budget", self._store.root)
+        while budget is not None:
+            if self._stopping.is_set() or self._fatal:
+                return False
+            if await self._in_thread(store_bytes, self._store.root) + size <= budget:
+                break
+            note = "the store has reached extract.disk_budget: waiting for training to remove what it used"
+            self._report(Report(shard.index, note=note))
+            await self._sleep(_ROOM_S)
+        return True
 
     def _cost(self, row: CorpusRow) -> tuple[int, int]:
         positions = len(row.tokens) if self._spec.last == "all" else int(self._corpus.n_positions[row.index])

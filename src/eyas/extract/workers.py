@@ -23,8 +23,8 @@ from eyas.errors import EngineError, EyasError
 from eyas.events import is_open
 from eyas.extract.build import Job, log_path, make_engine, open_store
 from eyas.extract.engine import Engine
-from eyas.extract.signals import StopSignals, held
 from eyas.extract.worker import Report, Worker
+from eyas.signals import StopSignals, held
 
 REFRESH_S = 0.25
 _NO_SHARD = -1  # of a report that is only a note

@@ -45,6 +45,7 @@ class ProblemKind(StrEnum):
 
     MISSING = "missing"  # a planned shard is absent
     UNFINISHED = "unfinished"  # a part, or a file without its sidecar
+    CONSUMED = "consumed"  # trained on and removed to make room
     STRAY = "stray"  # a file that belongs to nothing
     UNREADABLE = "unreadable"  # the disk, or a volume that is not there
     STRUCTURE = "structure"  # not the layout that the plan gives
@@ -336,7 +337,11 @@ def _find(shard: Shard, paths: ShardPaths, names: set[str]) -> tuple[Sidecar | N
     has = {p.name: p.name in names for p in (paths.final, paths.sidecar, paths.part, paths.journal)}
     problems = []
     sidecar = None
-    if has[paths.final.name] and has[paths.sidecar.name]:
+    if paths.consumed.name in names:
+        detail = f"rows {shard.start} to {shard.stop - 1} were trained on and removed under a disk budget; to capture "
+        detail += f"them again remove {paths.consumed.name} and run eyas extract"
+        problems.append(Problem(ProblemKind.CONSUMED, shard.name, None, detail))
+    elif has[paths.final.name] and has[paths.sidecar.name]:
         try:
             sidecar = read_sidecar(paths.sidecar)
         except (IntegrityError, StoreError) as error:
@@ -359,7 +364,7 @@ def _folder_problems(folder: Path, info: StoreInfo, names: set[str], sidecars: I
     known = {STORE_FILE, MANIFEST_FILE, EVENTS_DIR}
     for shard in info.plan.shards:
         paths = ShardPaths(folder, shard.stem)
-        known |= {p.name for p in (paths.final, paths.sidecar, paths.part, paths.journal)}
+        known |= {p.name for p in (paths.final, paths.sidecar, paths.part, paths.journal, paths.consumed)}
     for name in sorted(names - known):
         yield Problem(ProblemKind.STRAY, name, None, "belongs to no planned shard")
     described = list(sidecars)

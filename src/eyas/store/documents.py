@@ -124,12 +124,14 @@ def describe_store(root: str | Path) -> list[tuple[str, str]]:
     opened = sum(len(journalled_rows(ShardPaths(folder, shard.stem))) for shard in shards)
     reasons = Counter(reason for sidecar in done for reason in sidecar.failed.values())
     failed = ", ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common()) or "none"
+    gone = sum(ShardPaths(folder, shard.stem).consumed.exists() for shard in shards)
+    removed = f", {gone:,} trained on and removed" if gone else ""
     return [
         ("model", f"{spec.model}: {spec.num_layers} layers, H {spec.hidden_size}, V {spec.vocab_size}"),
         ("states", f"layers {', '.join(map(str, spec.layers))} and last ({spec.last}), {spec.dtype}"),
         ("spec", spec.spec_id),
         ("corpus", ", ".join(f"{key} {value}" for key, value in info.corpus.items())),
-        ("shards", f"{len(done):,} of {len(shards):,} complete, {sum(s.bytes for s in done):,} bytes"),
+        ("shards", f"{len(done):,} of {len(shards):,} complete{removed}, {sum(s.bytes for s in done):,} bytes"),
         ("rows", f"{sum(s.ok_rows for s in done) + opened:,} good of {shards[-1].stop:,}, {opened:,} in open shards"),
         ("failed", failed),
         ("written by", "; ".join(sorted({_engine(p) for s in done for p in s.provenance})) or "nobody yet"),

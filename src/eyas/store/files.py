@@ -54,6 +54,11 @@ class ShardPaths:
         return self.root / f"{self.stem}.json"
 
     @property
+    def consumed(self) -> Path:
+        """What stands in the shard's place once it was trained on and removed (`eyas.store.consumed`)."""
+        return self.root / f"{self.stem}.consumed"
+
+    @property
     def temporaries(self) -> tuple[Path, ...]:
         """What `write_atomic` may leave behind when it is killed."""
         return (tmp_of(self.journal), tmp_of(self.sidecar))

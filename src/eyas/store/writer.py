@@ -61,6 +61,12 @@ class ShardState(StrEnum):
     ABSENT = "absent"
     OPEN = "open"  # being written, or left unfinished
     COMPLETE = "complete"
+    CONSUMED = "consumed"  # trained on and removed: see `eyas.store.consumed`
+
+    @property
+    def done(self) -> bool:
+        """Whether no row of it is still to be captured."""
+        return self in (ShardState.COMPLETE, ShardState.CONSUMED)
 
 
 class StoreWriter:
@@ -144,6 +150,8 @@ class StoreWriter:
     def state(self, shard: Shard) -> ShardState:
         """What the files say, without opening any."""
         paths = self.paths(shard)
+        if paths.consumed.exists():
+            return ShardState.CONSUMED
         final = os.path.lexists(paths.final)
         if final and paths.sidecar.exists():
             return ShardState.COMPLETE
@@ -154,7 +162,7 @@ class StoreWriter:
         return read_complete(self.paths(shard)) if self.state(shard) is ShardState.COMPLETE else None
 
     def lease(self, shard: Shard, contents: Contents) -> ShardWriter | None:
-        """Take a shard for writing; None when it is complete or another process has it.
+        """Take a shard for writing; None when it is complete, was consumed, or another process has it.
 
         A shard that was left between rename and sidecar is finished here (and None returned).
 
@@ -166,7 +174,7 @@ class StoreWriter:
             StoreError: the disk is full (nothing is left behind), or the shard's volume is not there.
             IntegrityError: a finished file without a sidecar is damaged, or the corpus is not the planned one.
         """
-        if self.state(shard) is ShardState.COMPLETE:
+        if self.state(shard).done:
             return None
         paths = self.paths(shard)
         paths.check_volume()
@@ -258,6 +266,8 @@ class StoreWriter:
             StoreError, IntegrityError: as lease.
         """
         paths = self.paths(shard)
+        if paths.consumed.exists():
+            return False
         paths.check_volume()
         with disk_errors(paths.final):
             if paths.final.exists():

@@ -55,7 +55,7 @@ class Target:
         Raises:
             ConfigError: no such folder or hub id, or no usable config.json in it.
         """
-        folder = Path(model) if Path(model).is_dir() else _download(model, weights)
+        folder = find_folder(model, [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES)
         config, architecture = _text_config(folder, trust_remote_code)
         if missing := [key for key in ("hidden_size", "num_hidden_layers", "vocab_size") if architecture[key] < 1]:
             raise ConfigError(f"the config has no {missing[0]}", folder / "config.json", "is this a decoder model?")
@@ -103,7 +103,7 @@ class Target:
 
     def architectures(self) -> list[str]:
         """The class names that config.json gives, as a server reports them."""
-        return [str(name) for name in _raw_config(self.dir).get("architectures") or ()]
+        return [str(name) for name in read_config(self.dir).get("architectures") or ()]
 
     def text_config(self) -> PreTrainedConfig | None:
         """The text decoder's config as transformers understands it, defaults of its class included.
@@ -129,7 +129,7 @@ class Target:
 
     def tie_flags(self) -> list[bool]:
         """Whether `lm_head` is tied to the embedding: the text config's word and the wrapper's, else their class's."""
-        raw = _raw_config(self.dir)
+        raw = read_config(self.dir)
         flags = [section["tie_word_embeddings"] for section in _sections(raw) if "tie_word_embeddings" in section]
         if not flags and (known := self.text_config()) is not None:
             flags = [known.tie_word_embeddings]
@@ -195,10 +195,16 @@ def norm_bytes(parameters: Iterable[tuple[str, torch.Tensor]], num_layers: int) 
     return norms
 
 
-def _download(model: str, weights: bool) -> Path:
-    patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
+def find_folder(model: str, patterns: Sequence[str]) -> Path:
+    """A folder as it is, else the hub's snapshot with the files that match, downloaded or found in the hub's cache.
+
+    Raises:
+        ConfigError: no such folder or hub id.
+    """
+    if Path(model).is_dir():
+        return Path(model)
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        return Path(snapshot_download(model, allow_patterns=list(patterns)))
     except (HFValidationError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
         hint = "give a checkpoint's folder, or OWNER/NAME on the hub"
         if not isinstance(error, HFValidationError):  # that one speaks to programmers
@@ -206,7 +212,12 @@ def _download(model: str, weights: bool) -> Path:
         raise ConfigError("no such folder or hub model", model, hint) from error
 
 
-def _raw_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json holds.
+
+    Raises:
+        ConfigError: there is none, or it is unreadable or no object.
+    """
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -226,7 +237,7 @@ def _sections(raw: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _text_config(folder: Path, trust_remote_code: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    text = _sections(_raw_config(folder))[0]
+    text = _sections(read_config(folder))[0]
     if all(key in text for key in ARCHITECTURE_FIELDS):
         return text, architecture_of(text)
     # A checkpoint may leave out what its config class has as a default, or name it otherwise (n_embd).

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from eyas.capture.fingerprint import is_outside_layers
 from eyas.errors import ConfigError
 from eyas.target import cpu_math
 from eyas.target.checkpoint import Target
-from eyas.target.weights import missing_files
+from eyas.target.embeddings import EMBEDDINGS, HEADS, check_rows, check_token_matrix, find_tensor, read_present
 
-_HEADS: Final = ("lm_head", "embed_out", "output")  # Llama and most, GPT-NeoX, InternLM2
-_EMBEDDINGS: Final = ("embed_tokens", "wte", "tok_embeddings", "embed_in", "word_embeddings")
-_FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 _ROWS: Final = 4096  # positions whose logits of one block of the vocabulary are held at once
 _BLOCK: Final = 8192  # of the vocabulary: 4096 x 8192 float32 are 128 MiB
 # Config keys that speak of logits but change none that lm_head gives: attention's and routers' caps, memory, training.
@@ -33,8 +29,8 @@ class Head:
     """The target's last linear layer and what its config does to the logits after it.
 
     Attributes:
-        weight: [V, H] in the checkpoint's dtype.
-        bias: [V], where the checkpoint has one.
+        weight: [V, H] in the checkpoint's dtype; of a head read in part, only the rows asked for.
+        bias: [V] likewise, where the checkpoint has one.
         scale: factor of the logits.
         softcap: logits become softcap * tanh(logits / softcap); None for no cap.
     """
@@ -45,18 +41,23 @@ class Head:
     softcap: float | None = None
 
     @classmethod
-    def load(cls, target: Target, device: str | torch.device = "cpu") -> Head:
+    def load(cls, target: Target, device: str | torch.device = "cpu", rows: torch.Tensor | None = None) -> Head:
         """Read `lm_head`, or the input embedding it is tied to; only the shard that holds it has to be there.
+
+        Args:
+            target: the checkpoint.
+            device: where the tensors go.
+            rows: [R] token ids; only theirs are kept, in this order. None keeps all.
 
         Raises:
             ConfigError: the checkpoint has none, or it is quantised, of another shape, or its file is missing; or the
                 config names a change of the logits that is not known here.
+            ValueError: rows outside the vocabulary.
         """
         cpu_math.settle()
-        config = target.full_config()
-        scale, softcap = _transform(config, target)
+        scale, softcap = _transform(target.full_config(), target)
         files = target.weight_map()
-        head, embedding = _find(files, _HEADS, target), _find(files, _EMBEDDINGS, target)
+        head, embedding = find_tensor(files, HEADS, target), find_tensor(files, EMBEDDINGS, target)
         ties = target.tie_flags()
         if head is None and not (embedding and any(ties)):
             hint = "name a complete checkpoint with --target" if files else "its safetensors files are needed here"
@@ -66,16 +67,16 @@ class Head:
         bias_name = f"{name.removesuffix('weight')}bias" if head else None
         other = embedding if head and ties and all(ties) else None  # tied, and yet stored twice
         names = [name, *([bias_name] if bias_name in files else []), *([other] if other else [])]
-        if (absent := missing_files(target.dir, [files[name] for name in names])) and target.is_hub_model:
-            hint = f"hf download {target.model} {' '.join(absent)}"
-            raise ConfigError("the file with lm_head is not downloaded", target.model, hint)
-        tensors = target.tensors(names)
-        weight = _checked(tensors[name], name, target)
+        tensors = read_present(target, names, "lm_head")
+        weight = check_token_matrix(tensors[name], name, target)
         if other and not torch.equal(weight, tensors[other]):
             hint = "engines disagree on which of the two counts: set tie_word_embeddings to false, or remove lm_head"
             raise ConfigError("the config ties lm_head to the embedding, but they differ", target.dir, hint)
-        bias = tensors[bias_name].to(device) if bias_name in tensors else None
-        return cls(weight.to(device), bias, scale, softcap)
+        bias = tensors.get(bias_name or "")
+        if rows is not None:
+            rows = check_rows(rows, target.vocab_size)
+            weight, bias = weight[rows], bias if bias is None else bias[rows]
+        return cls(weight.to(device), bias if bias is None else bias.to(device), scale, softcap)
 
     @torch.no_grad()
     def log_probs(self, last_LH: torch.Tensor, ids_L: torch.Tensor) -> torch.Tensor:
@@ -118,24 +119,6 @@ class Head:
             logits += self.bias[block].float()
         logits *= self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-
-def _find(names: Iterable[str], endings: tuple[str, ...], target: Target) -> str | None:
-    pattern = re.compile(rf"(?:^|\.)(?:{'|'.join(endings)})\.(?:weight|qweight|weight_packed)$")
-    found = [name for name in names if pattern.search(name) and is_outside_layers(name)]
-    if len(found) > 1:
-        raise ConfigError("the checkpoint has several of one kind", target.dir, ", ".join(sorted(found)))
-    return found[0] if found else None
-
-
-def _checked(weight: torch.Tensor, name: str, target: Target) -> torch.Tensor:
-    if weight.dtype not in _FLOATS:
-        dtype = str(weight.dtype).removeprefix("torch.")
-        raise ConfigError(f"{name} is quantised ({dtype})", target.dir, "name a checkpoint whose lm_head is not")
-    wanted = (target.vocab_size, target.hidden_size)
-    if tuple(weight.shape) != wanted:
-        raise ConfigError(f"{name} is {list(weight.shape)}", target.dir, f"the config says {list(wanted)}")
-    return weight
 
 
 def _transform(config: Mapping[str, Any], target: Target) -> tuple[float, float | None]:
