@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Tests that name models which do not exist must not ask a hub about them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A shell's background jobs begin with Ctrl-C ignored, and so would every process that a test means to interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes tells of the machine, not of the code.
 settings.register_profile("eyas", deadline=None, suppress_health_check=[HealthCheck.too_slow])
