@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 _VARIANTS: Final = 64
+#: An analysis that only chooses tiles; torch 2.11's fails on sizes that differ from call to call (an assertion).
+_INDUCTOR: Final[dict[str, str | int | bool | Callable[..., Any]]] = {"triton.coalesce_tiling_analysis": False}
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -25,8 +27,9 @@ def ready(function: Callable[_Given, _Result], compile_with: bool | str) -> Call
         return function
     # A step is compiled apart for the first two steps, with and without gradients, and for lone rows or blocks.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
-    backend = compile_with if isinstance(compile_with, str) else "inductor"
-    return torch.compile(function, fullgraph=True, backend=backend)
+    if isinstance(compile_with, str):
+        return torch.compile(function, fullgraph=True, backend=compile_with)
+    return torch.compile(function, fullgraph=True, options=_INDUCTOR)
 
 
 def grows(tensor: Tensor, dim: int = 0) -> Tensor:
