@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from eyas.train.attention import BlockTables, attend, block_tables, step_masks
-from eyas.train.batch import BLOCK, Batch, Sample, pack
+from eyas.train.attention import RowSpans, attend, row_spans
+from eyas.train.batch import Batch, Sample, pack
+from eyas.train.blocks import BLOCK, BlockTables
 
 
 def made_batch(lengths: list[int], share: float, steps: int, budget: int | None = None, seed: int = 0) -> Batch:
@@ -22,6 +23,11 @@ def made_batch(lengths: list[int], share: float, steps: int, budget: int | None 
         every = torch.arange(n)
         samples.append(Sample(row, every, mask, torch.zeros(n, 1), torch.zeros(n, 1), every))
     return pack(samples, steps=steps, budget=budget)
+
+
+def tables(batch: Batch) -> list[BlockTables]:
+    assert batch.index is not None
+    return [step.tables for step in batch.index.open().steps]
 
 
 def blocks(number: Tensor, at: Tensor) -> Tensor:
@@ -51,9 +57,8 @@ def test_tables_name_every_block_with_something_to_see(lengths: list[int], share
     counts = [n for n in batch.counts if n]
     if not counts:
         return
-    starts = batch.rows - batch.positions[batch.rows]
     n_keys = len(batch.tokens)
-    for count, table in zip(counts, block_tables(batch.rows, starts, counts, n_keys), strict=True):
+    for count, table in zip(counts, tables(batch), strict=True):
         mask = allowed(batch, count)
         used, width = -(-count // BLOCK), -(-n_keys // BLOCK)
         part, whole = blocks(table.kv_number, table.kv_at), blocks(table.kv_whole_number, table.kv_whole_at)
@@ -73,8 +78,7 @@ def test_tables_name_every_block_with_something_to_see(lengths: list[int], share
 
 def test_most_blocks_of_long_documents_are_left_out_or_whole() -> None:
     batch = made_batch([1024, 1024], 1.0, 1)
-    starts = batch.rows - batch.positions[batch.rows]
-    (table,) = block_tables(batch.rows, starts, batch.counts, 2048)
+    (table,) = tables(batch)
     assert int(table.kv_number.sum()) <= 2 * 16 + 2 and int(table.kv_whole_number.sum()) >= 2 * 21
 
 
@@ -99,8 +103,7 @@ def test_both_paths_give_the_same_numbers_and_gradients(monkeypatch, heads: tupl
     weights = made(n, heads[0] * dim).detach()
     results = []
     for kind in ("sdpa", "flex"):
-        mask = step_masks(batch, kind)[past]
-        assert isinstance(mask, BlockTables) == (kind == "flex")
+        mask: BlockTables | RowSpans = tables(batch)[past] if kind == "flex" else row_spans(batch)[past]
         out = attend(*inputs, mask)
         results.append((out, *torch.autograd.grad((out * weights).sum(), inputs if past else inputs[:3])))
     for one, other in zip(*results, strict=True):
@@ -115,7 +118,7 @@ def test_a_row_reads_its_document_up_to_itself_and_its_own_later_keys() -> None:
     keys = torch.zeros(11, 1, 2, dtype=torch.float64)
     values = torch.arange(11, dtype=torch.float64)[:, None, None].repeat(1, 1, 2)
     own = torch.full((1, n, 1, 2), 100.0, dtype=torch.float64) * torch.arange(1, n + 1)[None, :, None, None]
-    out = attend(query, keys, values, torch.zeros_like(own), own, step_masks(batch, "sdpa")[1])
+    out = attend(query, keys, values, torch.zeros_like(own), own, row_spans(batch)[1])
     for i, t in enumerate(rows):  # equal scores: the plain mean of what is read
         seen = [*range(0 if t < 5 else 5, t + 1), 100.0 * (i + 1)]
         assert out[i, 0].item() == pytest.approx(np.mean(seen))

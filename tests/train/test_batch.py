@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from eyas.errors import ConfigError
 from eyas.positions import loss_positions
-from eyas.train.batch import BLOCK, Batch, MaskRule, Sample, pack
+from eyas.train.batch import Batch, MaskRule, Sample, pack
+from eyas.train.blocks import BLOCK
 
 HIDDEN = 2
 

@@ -11,7 +11,6 @@ import torch
 from reference_step import Answer, Document, reference_step
 from torch.nn.attention import flex_attention as torch_flex
 
-from eyas.train.attention import BlockTables, step_masks
 from eyas.train.batch import Batch, MaskRule, Sample, pack
 from eyas.train.draft import Eagle3Config, Eagle3Draft
 from eyas.train.loss import TeacherHead
@@ -356,5 +355,7 @@ def test_no_step_waits_for_the_device(oov: str, rule: MaskRule) -> None:
     report.loss.backward()
     assert report.accepted.shape == (4,) and report.right_KR.shape == (4, len(batch.rows))
     assert all(p.grad is not None and p.grad.shape == p.shape for p in objective.parameters())
-    tables = step_masks(batch.to("meta"), "flex")
-    assert [len(t.kv_number[0, 0]) for t in tables if isinstance(t, BlockTables)] == [1] * 4
+    moved = batch.to("meta").index
+    assert moved is not None
+    for step in moved.open().steps:
+        assert step.at.is_meta and len(step.tables.kv_number[0, 0]) == 1

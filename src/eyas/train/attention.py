@@ -14,17 +14,16 @@ FLOPs of a row and step, forward: 4 * heads * head_dim * (keys seen + k); 2.5 ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from eyas.train.batch import BLOCK, Batch
-from eyas.train.compiled import grows
+from eyas.train.batch import Batch
+from eyas.train.blocks import BLOCK, BlockTables
 
 AttentionKind = Literal["flex", "sdpa"]
 
@@ -43,116 +42,13 @@ class RowSpans:
     spans: tuple[tuple[int, int], ...]
 
 
-class BlockTables(NamedTuple):
-    """What the rows of one step may read, for flex attention: the tables of a `BlockMask`, and what decides inside.
-
-    Attributes:
-        kv_number, kv_at, kv_whole_number, kv_whole_at: for each block of queries the blocks of keys seen in part, and
-            those seen whole.
-        q_number, q_at, q_whole_number, q_whole_at: the same the other way round.
-        rows, starts: [N], each query's position and its document's first; -1 and N after the last query.
-    """
-
-    kv_number: Tensor
-    kv_at: Tensor
-    kv_whole_number: Tensor
-    kv_whole_at: Tensor
-    q_number: Tensor
-    q_at: Tensor
-    q_whole_number: Tensor
-    q_whole_at: Tensor
-    rows: Tensor
-    starts: Tensor
-
-    def block_mask(self, queries: int, keys: int) -> BlockMask:
-        """As flex attention takes it. Made inside what is compiled, so that the sizes stay open."""
-        rows, starts = self.rows, self.starts
-
-        def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= rows[query]) & (key >= starts[query])
-
-        return BlockMask(
-            seq_lengths=(queries, keys),
-            kv_num_blocks=self.kv_number,
-            kv_indices=self.kv_at,
-            full_kv_num_blocks=self.kv_whole_number,
-            full_kv_indices=self.kv_whole_at,
-            q_num_blocks=self.q_number,
-            q_indices=self.q_at,
-            full_q_num_blocks=self.q_whole_number,
-            full_q_indices=self.q_whole_at,
-            BLOCK_SIZE=(BLOCK, BLOCK),
-            mask_mod=sees,
-        )
-
-
 StepMask = BlockTables | RowSpans
 
 
-def step_masks(batch: Batch, kind: AttentionKind) -> list[StepMask]:
-    """One mask for each step with a row in it. [K] at most; no host sync."""
+def row_spans(batch: Batch) -> list[RowSpans]:
+    """One mask for each step with a row in it, for the SDPA path. [K] at most; no host sync."""
     starts = batch.rows - batch.positions[batch.rows]
-    counts = [count for count in batch.counts if count]
-    if kind == "flex":
-        return [*block_tables(batch.rows, starts, counts, len(batch.tokens))]
-    return [RowSpans(batch.rows[:n], starts[:n], batch.key_spans[: -(-n // BLOCK)]) for n in counts]
-
-
-def block_tables(rows_R: Tensor, starts_R: Tensor, counts: Sequence[int], length: int) -> list[BlockTables]:
-    """Tables of the prefixes `rows[:count]` over `length` keys, without the [R, N] mask behind them.
-
-    A block of keys counts as seen in part, or whole, by all R rows; a prefix of the rows drops whole blocks of queries,
-    and its last block may name keys that none of its own rows sees: the mask inside decides.
-
-    Args:
-        rows_R, starts_R: each query's position and its document's first.
-        counts: sizes of the prefixes, none of them 0.
-        length: N.
-    """
-    blocks_q, blocks_kv = -(-len(rows_R) // BLOCK), -(-length // BLOCK)
-    rows = F.pad(rows_R, (0, max(length, blocks_q * BLOCK) - len(rows_R)), value=-1)
-    starts = F.pad(starts_R, (0, len(rows) - len(rows_R)), value=length)
-    first_B = torch.arange(blocks_kv, device=rows_R.device) * BLOCK
-    last_B = (first_B + BLOCK - 1).clamp(max=length - 1)
-    last_R, first_R = rows[: blocks_q * BLOCK, None], starts[: blocks_q * BLOCK, None]
-    seen_QB = ((last_R >= first_B) & (first_R <= last_B)).view(blocks_q, BLOCK, blocks_kv).any(1)
-    whole_RB = ((last_R >= last_B) & (first_R <= first_B)) | (first_R == length)  # padding is not in the way
-    whole_QB = whole_RB.view(blocks_q, BLOCK, blocks_kv).all(1)
-    part_QB = seen_QB & ~whole_QB
-    part_by_query, whole_by_query = _Ordered.of(part_QB), _Ordered.of(whole_QB)
-    part_by_key, whole_by_key = _Ordered.of(part_QB.T), _Ordered.of(whole_QB.T)
-    tables: list[BlockTables] = []
-    for count in counts:
-        used = -(-count // BLOCK)
-        tables.append(
-            BlockTables(
-                grows(part_by_query.number[None, None, :used], 2),
-                grows(part_by_query.indices[None, None, :used], 2),
-                grows(whole_by_query.number[None, None, :used], 2),
-                grows(whole_by_query.indices[None, None, :used], 2),
-                # Ascending lists: the first entries of a longer one are the shorter one's.
-                part_QB[:used].sum(0).int()[None, None],
-                grows(part_by_key.indices[None, None, :, :used].contiguous(), 3),
-                whole_QB[:used].sum(0).int()[None, None],
-                grows(whole_by_key.indices[None, None, :, :used].contiguous(), 3),
-                rows,
-                starts,
-            )
-        )
-    return tables
-
-
-@dataclass(frozen=True, slots=True)
-class _Ordered:
-    """For each line of a table of booleans how many are true, and where: those first, ascending."""
-
-    number: Tensor
-    indices: Tensor
-
-    @classmethod
-    def of(cls, table: Tensor) -> _Ordered:
-        order = torch.argsort(table.int(), dim=-1, descending=True, stable=True)
-        return cls(table.sum(-1).int().contiguous(), order.int().contiguous())
+    return [RowSpans(batch.rows[:n], starts[:n], batch.key_spans[: -(-n // BLOCK)]) for n in batch.counts if n]
 
 
 def attend(

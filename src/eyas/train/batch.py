@@ -15,9 +15,9 @@ Two other rules are for comparisons with other trainers; their rows may skip a s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from eyas.errors import ConfigError
+from eyas.train.blocks import BLOCK
+from eyas.train.step_index import StepIndex, TextIndex
 
 MaskRule = Literal["serving", "classic", "shifted"]
-
-#: Rows whose keys are looked up together; also the block of the attention's block mask.
-BLOCK: Final = 128
 
 _Bools = npt.NDArray[np.bool_]
 _Ints = npt.NDArray[np.int64]
@@ -69,6 +68,7 @@ class Batch:
         scored: [K, R] bool, which rows count at which step; None where all of `rows[:counts[k]]` do.
         counts: rows step k works on, never rising.
         valid_counts: rows that count at step k; differs from `counts` where `scored` is given.
+        index: where the rows of each step are and what they read; None where no row drafts.
         key_spans: for each `BLOCK` of rows the positions [low, high) it can attend to.
         samples: corpus row numbers, in order of `document`.
     """
@@ -83,6 +83,7 @@ class Batch:
     scored: Tensor | None
     counts: tuple[int, ...]
     valid_counts: tuple[int, ...]
+    index: StepIndex | None
     key_spans: tuple[tuple[int, int], ...]
     samples: tuple[int, ...]
     tokens_used: int
@@ -100,9 +101,15 @@ class Batch:
         """The batch in page-locked memory, from which a copy to a GPU does not hold up the host."""
         return self._with(lambda tensor: tensor.pin_memory())
 
-    def _with(self, change: Any) -> Self:
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: change(x) for name, x in tensors.items() if isinstance(x, Tensor)})
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Self:
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            match getattr(self, field.name):
+                case Tensor() as tensor:
+                    changed[field.name] = change(tensor)
+                case StepIndex() as index:
+                    changed[field.name] = index.map(change)
+        return replace(self, **changed)
 
 
 def pack(samples: Sequence[Sample], *, steps: int, budget: int | None = None, mask: MaskRule = "serving") -> Batch:
@@ -146,17 +153,21 @@ def pack(samples: Sequence[Sample], *, steps: int, budget: int | None = None, ma
     for k in range(steps):
         teachers[rows[scored[k]] + 1 + k] = True
     teacher_at, last = _teachers(samples, starts, teachers)
+    tokens = _side_by_side([sample.tokens for sample in samples], size)
+    nested = counts == valid_counts
+    text = TextIndex(tokens.numpy(), positions, document, teacher_at)
     return Batch(
-        tokens=_side_by_side([sample.tokens for sample in samples], size),
+        tokens=tokens,
         positions=torch.from_numpy(positions),
         document=torch.from_numpy(document),
         aux=_side_by_side([sample.aux for sample in samples], size),
         last=last,
         teacher_at=torch.from_numpy(teacher_at),
         rows=torch.from_numpy(rows),
-        scored=None if counts == valid_counts else torch.from_numpy(scored),
+        scored=None if nested else torch.from_numpy(scored),
         counts=counts,
         valid_counts=valid_counts,
+        index=StepIndex.of(rows, counts, None if nested else scored, text),
         key_spans=_key_spans(rows, rows - positions[rows]),
         samples=tuple(sample.row for sample in samples),
         tokens_used=used,

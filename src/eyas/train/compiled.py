@@ -7,6 +7,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config as fx_config
 
 _VARIANTS: Final = 64
 #: An analysis that only chooses tiles; torch 2.11's fails on sizes that differ from call to call (an assertion).
@@ -27,6 +28,8 @@ def ready(function: Callable[_Given, _Result], compile_with: bool | str) -> Call
         return function
     # A step is compiled apart for the first two steps, with and without gradients, and for lone rows or blocks.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
+    # Sizes and offsets that are equal by chance in the first batch are none that must be equal in the next.
+    fx_config.use_duck_shape = False
     if isinstance(compile_with, str):
         return torch.compile(function, fullgraph=True, backend=compile_with)
     return torch.compile(function, fullgraph=True, options=_INDUCTOR)

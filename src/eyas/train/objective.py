@@ -34,12 +34,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from eyas.train.attention import AttentionKind, StepMask, step_masks
+from eyas.train.attention import AttentionKind, StepMask, row_spans
 from eyas.train.batch import Batch
 from eyas.train.compiled import grows, ready
 from eyas.train.draft import Eagle3Draft
-from eyas.train.loss import Teacher, TeacherHead, head_loss, loss_math, teach, teacher_math, wide_of
+from eyas.train.loss import Teacher, TeacherHead, head_loss, loss_math, teach, teacher_math
 from eyas.train.step import Carried, Layer, Rows, Weights, first_step, later_step, matrices
+from eyas.train.step_index import OpenIndex
 
 Normaliser = Sequence[float] | Sequence[int] | Tensor
 NormaliserRule = Literal["valid", "classic"]
@@ -159,33 +160,37 @@ class Objective(nn.Module):
             normaliser: [K], what each step's sum is divided by: over all ranks and accumulated batches, so that the
                 losses of all of them add up to the loss. A tensor stays on the device.
         """
-        plan = _Plan.of(batch, normaliser, self.options)
-        if not plan.counts:
+        if batch.index is None:
             return _nothing(self.draft, batch)
+        index, counts = batch.index.open(), batch.index.counts
         teacher = teach(
             batch.last.to(self.options.dtype),
             self._head,
             math=self._teacher_math,
             chunk_bytes=self.options.chunk_bytes,
         )
-        state_SH = self._states(batch, plan)
-        coefficient_S, scored_S = plan.coefficient_S, plan.scored_S
+        state_SH = self._states(batch, index)
+        coefficient_S, scored_S = (
+            _coefficients(counts, normaliser, self.options.step_decay, teacher.lse),
+            index.scored_S,
+        )
         if teacher.kept is not None:
-            kept_S = teacher.kept[plan.teacher_S]
-            coefficient_S = coefficient_S * kept_S
+            kept_S = teacher.kept[index.teacher_S]
             scored_S = kept_S if scored_S is None else scored_S & kept_S
+        if scored_S is not None:
+            coefficient_S = coefficient_S * scored_S
         loss, divergence_S, best_S = head_loss(
             state_SH,
             self.draft.lm_head.weight,
             teacher,
-            plan.teacher_S,
+            index.teacher_S,
             coefficient_S,
             math=self._loss_math,
             chunk_bytes=self.options.chunk_bytes,
         )
-        return self._report(batch, plan, teacher, scored_S, (loss, divergence_S, best_S))
+        return self._report(batch, index, teacher, scored_S, (loss, divergence_S, best_S))
 
-    def _states(self, batch: Batch, plan: _Plan) -> Tensor:
+    def _states(self, batch: Batch, index: OpenIndex) -> Tensor:
         """[S, H] what `lm_head` reads, all rows of step 0, then of step 1, and so on."""
         draft, config, dtype = self.draft, self.draft.config, self.options.dtype
         weights = Weights.of(draft)
@@ -200,19 +205,22 @@ class Objective(nn.Module):
             config.norm_output,
         )
         embedded_NH = F.embedding(torch.roll(batch.tokens, -1), draft.embed_tokens).to(dtype)
-        rows = [Rows(*parts) for parts in zip(plan.at, plan.inverse, plan.positions, plan.masks, strict=True)]
+        masks: Sequence[StepMask] = (
+            [step.tables for step in index.steps] if self.options.attention == "flex" else row_spans(batch)
+        )
+        rows = [
+            Rows(step.at, step.inverse, step.positions, mask) for step, mask in zip(index.steps, masks, strict=True)
+        ]
         # A single row would be compiled apart.
-        first = self._first if plan.counts[0] > 1 else first_step
+        first = self._first if len(rows[0].at) > 1 else first_step
         carried, shared = self._run(first, layer, batch.aux.to(dtype), embedded_NH, batch.positions, rows[0])
         out = [carried.predicts]
-        for n, at in zip(plan.counts[1:], rows[1:], strict=True):
+        for at in rows[1:]:
             before = Carried(
-                grows(carried.state[:n]),
-                grows(carried.predicts[:n]),
-                grows(carried.keys[:, :n], 1),
-                grows(carried.values[:, :n], 1),
+                grows(carried.state), grows(carried.predicts), grows(carried.keys, 1), grows(carried.values, 1)
             )
-            carried = self._run(self._later if n > 1 else later_step, layer, before, shared, at)
+            step = self._later if len(at.at) > 1 else later_step
+            carried = self._run(step, layer, before, shared, at)
             out.append(carried.predicts)
         return torch.cat(out)
 
@@ -225,82 +233,35 @@ class Objective(nn.Module):
     def _report(
         self,
         batch: Batch,
-        plan: _Plan,
+        index: OpenIndex,
         teacher: Teacher,
         scored_S: Tensor | None,
         result: tuple[Tensor, Tensor, Tensor],
     ) -> StepReport:
         loss, divergence_S, best_S = result
-        agreed_S = best_S == teacher.best[plan.teacher_S]
-        right_S = self.draft_ids[best_S] == plan.label_S
-        counts_S = torch.ones_like(agreed_S) if scored_S is None else scored_S
         shape = (batch.steps, len(batch.rows))
-        scored, agreed, right = (torch.zeros(shape, dtype=torch.bool, device=loss.device) for _ in range(3))
-        sums = divergence_S.new_zeros(batch.steps)
-        flags = (counts_S, agreed_S & counts_S, right_S & counts_S, divergence_S * counts_S)
-        start = 0
-        for k, n in enumerate(plan.counts):
-            part = slice(start, start + n)
-            scored[k, :n], agreed[k, :n], right[k, :n] = flags[0][part], flags[1][part], flags[2][part]
-            sums[k] = flags[3][part].sum()
-            start += n
+
+        def table(x_S: Tensor) -> Tensor:
+            counted = x_S if scored_S is None else x_S * scored_S
+            return x_S.new_zeros(shape[0] * shape[1]).index_copy(0, index.cell_S, counted).view(shape)
+
+        scored = table(torch.ones_like(best_S, dtype=torch.bool))
+        agreed = table(best_S == teacher.best[index.teacher_S])
+        right = table(self.draft_ids[best_S] == index.label_S)
         all_right = right.int().cumprod(0)
+        sums = table(divergence_S).sum(1)
         return StepReport(loss, sums, scored.sum(1), agreed.sum(1), right.sum(1), all_right.sum(1), agreed, right)
 
 
-class _Plan(NamedTuple):
-    """Index vectors of a batch: K' steps that have rows, S rows of all steps one after another.
-
-    Attributes:
-        counts: [K'] rows of each step, none of them 0.
-        at, inverse, positions, masks: of each step's `Rows`.
-        teacher_S, label_S, coefficient_S: teacher's row, token to predict (-1: none) and weight of each row.
-        scored_S: which rows count; None for all.
-    """
-
-    counts: tuple[int, ...]
-    at: tuple[Tensor, ...]
-    inverse: tuple[Tensor, ...]
-    positions: tuple[Tensor, ...]
-    masks: tuple[StepMask, ...]
-    teacher_S: Tensor
-    label_S: Tensor
-    coefficient_S: Tensor
-    scored_S: Tensor | None
-
-    @classmethod
-    def of(cls, batch: Batch, normaliser: Normaliser, options: ObjectiveOptions) -> _Plan:
-        counts = tuple(n for n in batch.counts if n)
-        rows, length, wide = batch.rows, len(batch.tokens), wide_of(options.dtype)
-        if not counts:
-            return cls((), (), (), (), (), rows, rows, rows.to(wide), None)
-        parts = [grows(rows[:n] + k) for k, n in enumerate(counts)]
-        at_S, start_S = torch.cat(parts), torch.cat([rows[:n] for n in counts])
-        positions_R = batch.positions[rows]
-        weights = [options.step_decay**k / normaliser[k] for k in range(len(counts))]
-        coefficients = [
-            w.to(wide).expand(n) if isinstance(w, Tensor) else torch.full((n,), w, dtype=wide, device=rows.device)
+def _coefficients(counts: Sequence[int], normaliser: Normaliser, decay: float, like: Tensor) -> Tensor:
+    """[S] the weight of each row in the loss: w_k / normaliser_k."""
+    weights = [decay**k / normaliser[k] for k in range(len(counts))]
+    return torch.cat(
+        [
+            w.to(like.dtype).expand(n) if isinstance(w, Tensor) else like.new_full((n,), w)
             for w, n in zip(weights, counts, strict=True)
         ]
-        coefficient_S, scored_S = torch.cat(coefficients), None
-        if batch.scored is not None:
-            scored_S = torch.cat([batch.scored[k, :n] for k, n in enumerate(counts)])
-            coefficient_S = coefficient_S * scored_S
-        following_S = (at_S + 2).clamp(max=length - 1)  # past the text: not a row of the serving rule
-        followed_S = (at_S + 2 < length) & (batch.document[following_S] == batch.document[start_S])
-        inverse = torch.full((len(counts) + length,), -1, dtype=torch.int64, device=rows.device)
-        inverse[rows + len(counts)] = torch.arange(len(rows), device=rows.device)
-        return cls(
-            counts,
-            tuple(parts),
-            tuple(inverse[len(counts) - k :][:length] for k in range(len(counts))),
-            tuple(grows(positions_R[:n] + k) for k, n in enumerate(counts)),
-            tuple(step_masks(batch, options.attention)),
-            batch.teacher_at[at_S + 1].clamp(min=0),  # -1 only where a row does not count
-            torch.where(followed_S, batch.tokens[following_S], -1),
-            coefficient_S,
-            scored_S,
-        )
+    )
 
 
 def _nothing(draft: Eagle3Draft, batch: Batch) -> StepReport:

@@ -186,10 +186,13 @@ def later_step(layer: Layer, carried: Carried, shared: Shared, rows: Rows) -> Ca
 
     Args:
         layer: the draft's.
-        carried: of the step before, cut to the rows of this one.
+        carried: of the step before, which has as many rows or more: its first are this one's.
         shared: of step 0.
         rows: of this step.
     """
+    # Cut here rather than before, so that the gradient's zeros are written by what is compiled.
+    n = len(rows.at)
+    carried = Carried(carried.state[:n], carried.predicts[:n], carried.keys[:, :n], carried.values[:, :n])
     embedded_n = _TakeRows.apply(shared.embedded, rows.at, rows.inverse)
     normed_nH = rms_norm(carried.state, layer.weights.state_norm, layer.eps)
     qkv = torch.addmm(embedded_n, normed_nH, layer.matrices.state_qkv.T)
