@@ -1,0 +1,56 @@
+"""Verbs on drafters: train, demo."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import eyas
+from eyas.cli.console import err, out, say_table
+from eyas.cli.options import ConfigFile, Overrides
+
+
+def train(
+    run: Annotated[Path | None, typer.Argument(help="YAML file of settings; the same as --config.")] = None,
+    store: Annotated[Path | None, typer.Option(help="What `eyas extract` wrote.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="What `eyas prepare` wrote: its folder or the .parquet file.")] = (
+        None
+    ),
+    model: Annotated[
+        str | None, typer.Option("--target", "--model", help="Default: the one the corpus was prepared for.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for checkpoints, log and drafter; an unfinished run is resumed."),
+    ] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Train a drafter on a store; the same command resumes.
+
+    Example: `eyas train run.yaml`, or `eyas train --store store --corpus corpus --out run --set train.lr=2e-4`
+
+    Several GPUs: `torchrun --nproc-per-node 8 -m eyas train run.yaml`
+    """
+    if run is not None and config is not None:
+        raise eyas.ConfigError("two files of settings", f"{run} and --config {config}", "name one")
+    flags = {
+        "--store": ("train.store", store),
+        "--corpus": ("train.corpus", corpus),
+        "--target": ("train.target", model),
+        "--out": ("train.out", folder),
+    }
+    summary = eyas.train_drafter(eyas.load_config(config or run, overrides, flags).train, console=err)
+    if int(os.environ.get("RANK", "0")) == 0:
+        say_table(summary.lines())
+
+
+def demo(
+    folder: Annotated[Path, typer.Option("--out", help="Where it goes; a second run reuses it.")] = Path("runs/demo"),
+    cache: Annotated[Path | None, typer.Option(help="Where the converted model is kept.")] = None,
+) -> None:
+    """The whole job on this machine's CPU: SmolLM2-135M, 96 real prompts, no server; ends with a small drafter."""
+    eyas.run_demo(folder, cache, console=out)
