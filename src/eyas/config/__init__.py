@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from eyas.config.data import PrepareConfig, RegenerateConfig, SourceConfig
+from eyas.config.evaluate import EvaluateConfig
 from eyas.config.extraction import (
     CaptureConfig,
     DumpdirConfig,
@@ -34,6 +35,7 @@ __all__ = [
     "CaptureConfig",
     "Config",
     "DumpdirConfig",
+    "EvaluateConfig",
     "ExtractConfig",
     "FakeConfig",
     "Ints",
@@ -62,6 +64,7 @@ class Config(Section):
     store: StoreConfig = StoreConfig()
     fake: FakeConfig = FakeConfig()
     train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
 
 
 def load(

@@ -1,0 +1,53 @@
+"""Settings of `eyas evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from eyas.config.fields import Section
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class EvaluateConfig(Section):
+    """What a drafter is worth."""
+
+    store: Path | None = None
+    """Simulate on these states; `--store`."""
+    corpus: Path | None = None
+    """The corpus the store was made from, for its categories and target; `--corpus`."""
+    questions: Path | None = None
+    """Decode these questions, a question.jsonl in EAGLE's layout; `--questions`."""
+    target: str | None = None
+    """The target, a folder or hub id; default: the one the corpus was made for, or that the drafter's run trained for;
+    `--target`."""
+    out: Path | None = None
+    """Folder of evaluation-*.json; default: the run that the drafter is of, else the folder you are in."""
+
+    depth: Annotated[int, Field(ge=1, le=16)] = 3
+    """Tokens drafted one after another in a cycle (SGLang's `--speculative-num-steps`)."""
+    topk: Annotated[int, Field(ge=1, le=32)] = 1
+    """Branches at each step (SGLang's `--speculative-eagle-topk`); 1 is a chain."""
+    draft_tokens: Positive | None = None
+    """Tokens of a tree that the target verifies (SGLang's `--speculative-num-draft-tokens` less 1); default: `depth`
+    for a chain, else 4 for each step."""
+
+    limit: Positive | None = None
+    """Only the first so many questions or rows of the store."""
+    max_new_tokens: Positive = 256
+    """Longest answer of a turn."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy."""
+    sample_drafts: bool = False
+    """With a temperature: draft by sampling, and accept by the ratio of the two distributions. Otherwise the likeliest
+    tokens are drafted, as SGLang and vLLM do. Chains only."""
+    seed: int = 0
+    """Of sampling, and of the bootstrap."""
+
+    device: str = "auto"
+    """torch device: auto is a GPU where there is one."""
+    dtype: Literal["bf16", "f16", "f32"] = "f32"
+    """Of target and drafter in process."""
