@@ -216,7 +216,7 @@ class Drafter:
             if step == plan.depth - 1:
                 break
             # A stable sort, so that of equally likely drafts the earlier ones stay: parents before their children.
-            best = expanded.sort(descending=True, stable=True).indices[: plan.topk]
+            best = expanded.sort(descending=True, stable=True).indices[:width]
             branch, scores_k, leaves = best // width, expanded[best], offset + best.cpu()
             if plan.keys == "ancestors" or not step:
                 sees_kn = sees_kn[branch]
