@@ -1,13 +1,13 @@
 """What servers count of their drafting, brought to one form. Pure.
 
-    SGLang   a histogram in each reply: `meta_info.spec_correct_drafts_histogram`, cycles that accepted 0, 1, 2 .. tokens
-             (`spec_accept_histogram` in older releases), beside `spec_verify_ct`, the cycles.
+    SGLang   a histogram in each reply: `meta_info.spec_correct_drafts_histogram`, cycles that accepted 0, 1, 2 ..
+             tokens (`spec_accept_histogram` in older releases), beside `spec_verify_ct`, the cycles.
     vLLM     Prometheus counters of the whole server at /metrics: `vllm:spec_decode_num_drafts` (cycles) and
              `vllm:spec_decode_num_accepted_tokens_per_pos{position}`. With --per-request-spec-decode-metrics each
              reply brings a histogram too: `metrics.speculative_decoding.acceptance_histogram`.
 
-A reply's own figures are the reply's alone. Counters of a whole server are everybody's: they are believed only where the
-tokens and requests counted beside them are exactly those that were sent and received.
+A reply's own figures are the reply's alone. Counters of a whole server are everybody's: they are believed only where
+the tokens and requests counted beside them are exactly those that were sent and received.
 Sources: SGLang 0.5.17 and 0.5.23 tokenizer_manager.py (`_calculate_spec_decoding_metrics`); vLLM 0.32
 v1/spec_decode/metrics.py, v1/metrics/loggers.py and stats.py (`RequestSpecDecodeMetrics`).
 """
@@ -181,9 +181,9 @@ def vllm_reply(metrics: object) -> Cycles | None:
     told = metrics.get("speculative_decoding") if isinstance(metrics, Mapping) else None
     if not isinstance(told, Mapping):
         return None
-    histogram, depth = told.get("acceptance_histogram"), told.get("num_spec_tokens")
-    if not (_counts(histogram) and isinstance(depth, int) and depth > 0):
-        raise ValueError(f"not a histogram: {str(told)[:100]}")
+    histogram, depth = _counts(told.get("acceptance_histogram")), told.get("num_spec_tokens")
+    if not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"no number of drafted tokens: {depth!r}")
     found = Cycles.of_histogram(histogram, depth)
     if (steps := told.get("num_spec_steps")) is not None and steps != found.number:
         raise ValueError(f"a histogram of {found.number} cycles, {steps} were made")
@@ -206,16 +206,16 @@ def sglang_reply(meta: Mapping[str, Any], depth: int) -> Cycles | None:
     histogram = next((meta[name] for name in _HISTOGRAMS if name in meta), None)
     if histogram is None:
         raise ValueError("no histogram of accepted tokens; SGLang 0.5.17 or newer is needed")
-    if not _counts(histogram):
-        raise ValueError(f"not a histogram: {str(histogram)[:100]}")
-    found = Cycles.of_histogram(histogram, depth)
+    found = Cycles.of_histogram(_counts(histogram), depth)
     if found.number != cycles:
         raise ValueError(f"a histogram of {found.number} cycles, {cycles} were made")
     return found
 
 
-def _counts(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(count) is int and count >= 0 for count in value)
+def _counts(value: object) -> list[int]:
+    if not (isinstance(value, list) and value and all(type(count) is int and count >= 0 for count in value)):
+        raise ValueError(f"not a histogram: {str(value)[:100]}")
+    return value
 
 
 def _sum(samples: Mapping[str, list[tuple[dict[str, str], float]]], name: str) -> int:
