@@ -74,6 +74,17 @@ def ratio(tree: Tree, probs_nV: Tensor, drafted_nV: Tensor, generator: torch.Gen
     return Verdict(tuple(range(len(tree.tokens))), draw(probs_nV[-1], generator))
 
 
+def follow(tree: Tree, text: Sequence[int]) -> Verdict:
+    """By a text that is already there, at least as long as the tree is deep, or ended: then its token is -1.
+
+    Args:
+        tree: n drafts.
+        text: what the target wrote behind the place where the drafts begin.
+    """
+    ends = len(text)
+    return _walk(tree, lambda node: text[at] if (at := tree.depths[node] + 1 if node >= 0 else 0) < ends else -1)
+
+
 def draw(weights_V: Tensor, generator: torch.Generator | None = None) -> int:
     """A token by its weight: [V], not negative, not all zero."""
     return int(torch.multinomial(weights_V, 1, generator=generator))
