@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         StoreError,
         TrainError,
     )
+    from eyas.evaluate.run import evaluate as evaluate_draft
     from eyas.extract.runner import extract as extract_states
     from eyas.extract.runner import plan as plan_extraction
     from eyas.serve import serve_command
@@ -63,6 +64,7 @@ _HOME = {
     "TrainError": "errors",
     "corpus_statistics": "data.statistics:statistics",
     "describe_store": "store.documents",
+    "evaluate_draft": "evaluate.run:evaluate",
     "extract_states": "extract.runner:extract",
     "load_config": "config:load",
     "merge_corpora": "data.merge:merge",
@@ -93,6 +95,7 @@ __all__ = [
     "TrainError",
     "corpus_statistics",
     "describe_store",
+    "evaluate_draft",
     "extract_states",
     "load_config",
     "merge_corpora",

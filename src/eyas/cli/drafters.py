@@ -1,8 +1,10 @@
-"""Verbs on drafters: train, demo."""
+"""Verbs on drafters: train, evaluate, demo."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -46,6 +48,35 @@ def train(
     summary = eyas.train_drafter(eyas.load_config(config or run, overrides, flags).train, console=err)
     if int(os.environ.get("RANK", "0")) == 0:
         say_table(summary.lines())
+
+
+def evaluate(
+    draft: Annotated[str, typer.Argument(help="A drafter's folder, its run's, or a hub id.")],
+    store: Annotated[Path | None, typer.Option(help="Simulate decoding on these states.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="What the store was made from; default: the run's.")] = None,
+    questions: Annotated[Path | None, typer.Option(help="Decode these questions here: a question.jsonl.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--target", "--model", help="Default: the run's, or the corpus's.")
+    ] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Acceptance length of a drafter: simulated on a store, or by speculative decoding in this process.
+
+    Example: `eyas evaluate run --store store`, or `eyas evaluate run --questions mt_bench/question.jsonl`
+
+    It leaves evaluation-*.json in the drafter's run, else here; see docs/evaluation.md. A stopped one goes on.
+    """
+    flags = {
+        "--store": ("evaluate.store", store),
+        "--corpus": ("evaluate.corpus", corpus),
+        "--questions": ("evaluate.questions", questions),
+        "--target": ("evaluate.target", model),
+    }
+    cfg = eyas.load_config(config, overrides, flags).evaluate
+    done = eyas.evaluate_draft(draft, cfg, console=err, command=shlex.join(["eyas", *sys.argv[1:]]))
+    out.print(done.evaluation.table())
+    say_table([*(("note", note) for note in done.evaluation.notes), ("written", str(done.path))])
 
 
 def demo(

@@ -16,7 +16,7 @@ import typer
 import eyas
 from eyas.cli.console import out
 from eyas.cli.corpora import corpus_merge, corpus_stats, prepare, regenerate
-from eyas.cli.drafters import demo, train
+from eyas.cli.drafters import demo, evaluate, train
 from eyas.cli.reporting import EXIT_CODES, reporting
 from eyas.cli.serving import serve
 from eyas.cli.states import extract, store_info, store_move, verify
@@ -41,6 +41,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(reporting(extract))
 app.command()(reporting(verify))
 app.command()(reporting(train))
+app.command()(reporting(evaluate))
 app.command()(reporting(demo))
 app.command()(reporting(regenerate))
 corpus.command("stats")(reporting(corpus_stats))

@@ -18,11 +18,12 @@ class EvaluateConfig(Section):
     store: Path | None = None
     """Simulate on these states; `--store`."""
     corpus: Path | None = None
-    """The corpus the store was made from, for its categories and target; `--corpus`."""
+    """The corpus the store was made from, for categories and target; default: the one the drafter's run was trained on;
+    `--corpus`."""
     questions: Path | None = None
     """Decode these questions, a question.jsonl in EAGLE's layout; `--questions`."""
     target: str | None = None
-    """The target, a folder or hub id; default: the one the corpus was made for, or that the drafter's run trained for;
+    """The target, a folder or hub id; default: the one that the drafter's run trained for, or the corpus was made for;
     `--target`."""
     out: Path | None = None
     """Folder of evaluation-*.json; default: the run that the drafter is of, else the folder you are in."""
@@ -31,12 +32,18 @@ class EvaluateConfig(Section):
     """Tokens drafted one after another in a cycle (SGLang's `--speculative-num-steps`)."""
     topk: Annotated[int, Field(ge=1, le=32)] = 1
     """Branches at each step (SGLang's `--speculative-eagle-topk`); 1 is a chain."""
+    tree_keys: Literal["places", "ancestors"] = "places"
+    """With branches: what a draft attends to of those before it. SGLang keeps their keys in one place a branch, and
+    reads the branch's own places; ancestors is what EAGLE's own code does."""
     draft_tokens: Positive | None = None
     """Tokens of a tree that the target verifies (SGLang's `--speculative-num-draft-tokens` less 1); default: `depth`
     for a chain, else 4 for each step."""
 
     limit: Positive | None = None
-    """Only the first so many questions or rows of the store."""
+    """Only the first so many questions, or rows of the store."""
+    held_out: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of the store's rows, chosen as `train.eval_share` chooses them; 0 or 1 takes all. Default: the rows that
+    the drafter's run held out, where it was trained on this corpus; else all."""
     max_new_tokens: Positive = 256
     """Longest answer of a turn."""
     temperature: Annotated[float, Field(ge=0)] = 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,3 @@ def digest_of(questions: Sequence[Question]) -> str:
     """32 hex digits of what is asked, in order."""
     text = json.dumps([question.turns for question in questions], ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def chats(question: Question, answers: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
-    """The messages of each turn, as far as its answers are known: one turn more than there are answers."""
-    messages: list[dict[str, Any]] = []
-    for number, turn in enumerate(question.turns[: len(answers) + 1]):
-        messages.append({"role": "user", "content": turn})
-        yield list(messages)
-        if number < len(answers):
-            messages.append({"role": "assistant", "content": answers[number]})

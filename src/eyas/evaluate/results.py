@@ -31,12 +31,14 @@ class PromptCounts:
         tokens: of the answers.
         cycles: (accepted, possible) of each, as `eyas.acceptance.cycle_counts` takes them.
         accepted: of each cycle as a server counts it; None where that is not known.
+        notes: what was left out.
     """
 
     category: str
     tokens: int
     cycles: Sequence[tuple[int, int]]
     accepted: Sequence[int] | None = None
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
