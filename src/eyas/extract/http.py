@@ -9,7 +9,7 @@ from typing import Any, Final
 import httpx
 
 from eyas.config import ServerConfig
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, EngineError, cause_of
 
 API_KEY_ENV: Final = "EYAS_API_KEY"  # what the settings do not give
 
@@ -48,6 +48,18 @@ def api_key(cfg: ServerConfig) -> str:
         hint = f"check server.api_key or {API_KEY_ENV} for spaces, line ends and quotation marks"
         raise ConfigError("the API key holds a character that no HTTP header can carry", hint=hint)
     return key
+
+
+def tls_fault(error: Exception, where: str) -> EngineError | None:
+    """What is wrong with https, if that is why the transport failed."""
+    match cause_of(error, ssl.SSLError):
+        case None:
+            return None
+        case ssl.SSLCertVerificationError():
+            hint = "set server.ca_file to the authority that signed it"
+            return EngineError("no trust in the server's certificate", where, hint)
+        case _:
+            return EngineError("no TLS with the server", where, "does it speak plain http?")
 
 
 def json_object(response: httpx.Response) -> dict[str, Any]:

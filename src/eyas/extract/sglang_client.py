@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,10 +11,10 @@ import httpx
 
 from eyas.capture.contract import LAST_PARAM, REPLY_KEY, SPEC_PARAM, CaptureReply, Refusal
 from eyas.config import ServerConfig
-from eyas.errors import EngineError, cause_of
+from eyas.errors import EngineError
 from eyas.extract.connections import Connections
 from eyas.extract.engine import CaptureRequest, Failed, Retry
-from eyas.extract.http import API_KEY_ENV, api_key, error_text, json_object, server_url, verification
+from eyas.extract.http import API_KEY_ENV, api_key, error_text, json_object, server_url, tls_fault, verification
 
 DUPLICATE_RID: Final = "duplicate-rid"
 OTHER_VOCABULARY: Final = "other-vocabulary"
@@ -172,12 +171,8 @@ class SGLangClient:
 
     def unreachable(self, error: httpx.RequestError) -> EngineError:
         """Why the transport failed, for a person."""
-        match cause_of(error, ssl.SSLError):
-            case ssl.SSLCertVerificationError():
-                hint = "set server.ca_file to the authority that signed it"
-                return EngineError("no trust in the server's certificate", self.where, hint)
-            case ssl.SSLError():
-                return EngineError("no TLS with the server", self.where, "does it speak plain http?")
+        if (fault := tls_fault(error, self.where)) is not None:
+            return fault
         if isinstance(error, ReplyTooLarge):
             return EngineError("not an SGLang server", self.where, f"its answer has {error}")
         if isinstance(error, httpx.TimeoutException):
