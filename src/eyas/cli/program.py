@@ -18,7 +18,8 @@ from eyas.cli.console import out
 from eyas.cli.corpora import corpus_merge, corpus_stats, prepare, regenerate
 from eyas.cli.drafters import demo, evaluate, train
 from eyas.cli.reporting import EXIT_CODES, reporting
-from eyas.cli.serving import serve
+from eyas.cli.reports import report
+from eyas.cli.serving import export, serve
 from eyas.cli.states import extract, store_info, store_move, verify
 
 app = typer.Typer(
@@ -42,6 +43,8 @@ app.command()(reporting(extract))
 app.command()(reporting(verify))
 app.command()(reporting(train))
 app.command()(reporting(evaluate))
+app.command()(reporting(export))
+app.command()(reporting(report))
 app.command()(reporting(demo))
 app.command()(reporting(regenerate))
 corpus.command("stats")(reporting(corpus_stats))
