@@ -115,7 +115,7 @@ def _open(draft: str | Path, cfg: ExportConfig, report: CheckReport) -> Subject 
         report.refuse("record", error.what, error.hint)
         return None
     if cfg.target is not None:
-        target = Target.load(cfg.target, trust_remote_code=cfg.trust_remote_code)
+        target = Target.load(cfg.target, trust_remote_code=cfg.trust_remote_code, weights=cfg.run_target)
     elif record is not None:
         target = record.target.stand_in()
     else:
@@ -316,14 +316,19 @@ def _check_target(
         hint = "--target MODEL recomputes the probe's states"
         report.leave_open("states", "whether the layers that servers read are the ones it was trained on", hint)
         return
-    own_width = checkpoint.config.hidden_size != checkpoint.config.target_hidden_size
-    if not own_width:
-        theirs = input_embeddings(subject.target, probe.embed_ids)
+    if checkpoint.config.hidden_size == checkpoint.config.target_hidden_size:
+        try:
+            theirs = input_embeddings(subject.target, probe.embed_ids)
+        except ConfigError as error:
+            if cfg.run_target:
+                raise
+            report.leave_open("states", f"the target's embeddings cannot be read here: {error.what}")
+            return
         if not torch.equal(theirs.to(probe.embed.dtype), probe.embed):
             report.refuse("states", "the target's embeddings are not those of the probe: another target")
             return
     if not cfg.run_target:
-        report.leave_open("states", "export.run_target is false")
+        report.leave_open("states", "the target was not run", "eyas export --check DRAFT --target MODEL runs it")
         return
     readers = {name: layers for name, layers in _readers(subject, cfg).items() if layers is not None}
     say(f"loading {subject.target.model} to recompute {len(probe.documents)} texts of the probe")

@@ -19,13 +19,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from eyas.export.launch import Engine
 from eyas.train.checkpoint_format import ARCHITECTURE
 from eyas.train.layer_ids import KEY, NESTED, default_of_servers, layers_of_sglang
 
-Engine = Literal["sglang", "vllm"]
-ENGINES: Final[tuple[Engine, ...]] = ("sglang", "vllm")
 TITLES: Final[Mapping[Engine, str]] = {"sglang": "SGLang", "vllm": "vLLM"}
 #: Releases whose loaders these rules were read from and tried with.
 TESTED: Final[Mapping[Engine, str]] = {"sglang": "0.5.17 and 0.5.23", "vllm": "0.32"}

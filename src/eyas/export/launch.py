@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Literal
 
 from eyas.errors import ConfigError
-from eyas.export.engines import Engine
 
+Engine = Literal["sglang", "vllm"]
 _A_STEP = 4  # nodes of a tree for each step, where their number is not given
 
 
