@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from eyas.config.fields import Section
+from eyas.config.fields import Ints, Section
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -22,6 +22,11 @@ class EvaluateConfig(Section):
     `--corpus`."""
     questions: Path | None = None
     """Decode these questions, a question.jsonl in EAGLE's layout; `--questions`."""
+    server: str | None = None
+    """Ask this server, SGLang or vLLM with the drafter, those questions; `--server`."""
+    baseline_server: str | None = None
+    """The same target without a drafter: a server's URL, or the evaluation-*-live-d0.json of an earlier run;
+    `--baseline-server`."""
     target: str | None = None
     """The target, a folder or hub id; default: the one that the drafter's run trained for, or the corpus was made for;
     `--target`."""
@@ -44,6 +49,8 @@ class EvaluateConfig(Section):
     held_out: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of the store's rows, chosen as `train.eval_share` chooses them; 0 or 1 takes all. Default: the rows that
     the drafter's run held out, where it was trained on this corpus; else all."""
+    concurrency: Annotated[Ints, Field(min_length=1)] = (1, 4, 16)
+    """Requests at a time, of a server; 1 is always among them, and acceptance is measured there."""
     max_new_tokens: Positive = 256
     """Longest answer of a turn."""
     temperature: Annotated[float, Field(ge=0)] = 0.0

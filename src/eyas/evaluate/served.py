@@ -110,7 +110,7 @@ class ServedModel(ABC):
 
     @abstractmethod
     async def settle(self, answers: Sequence[Answer], prompted: int) -> Cycles | None:
-        """The cycles of all answers since `begin`; None of a server that does not speculate.
+        """The cycles of all answers since `begin`, or the last `settle`; None of a server that does not speculate.
 
         Args:
             answers: all of them.

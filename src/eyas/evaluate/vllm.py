@@ -101,7 +101,7 @@ class VllmServer(ServedModel):
         return self._fitting(told, answers)
 
     async def _added(self, requests: int, tokens: int, prompted: int) -> VllmCounters:
-        """What was counted since `begin`, once it is all there.
+        """What was counted since `begin` or the last time, once it is all there.
 
         Raises:
             EngineError: more than was asked for, or less after all.
@@ -109,7 +109,8 @@ class VllmServer(ServedModel):
         assert self._before is not None
         deadline = time.monotonic() + SETTLE_S
         while True:
-            added = (await self._read()).since(self._before)
+            now = await self._read()
+            added = now.since(self._before)
             ours, theirs = (tokens, requests, prompted), (added.generated, added.finished, added.prompted)
             if min(theirs) < 0:
                 raise EngineError("the server's counters went back", self.where, "was it restarted?")
@@ -120,6 +121,7 @@ class VllmServer(ServedModel):
                 )
                 raise EngineError(what, self.where, f"others use it: {BUSY}")
             if ours == theirs and not added.running:
+                self._before = now
                 return added
             if time.monotonic() > deadline:
                 what = f"the server counts {added.generated:,} tokens of the {tokens:,} that it sent"
