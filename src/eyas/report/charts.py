@@ -33,7 +33,7 @@ from eyas.report.svg import (
 _HOVERED: Final = 120  # points of a line that tell their values
 _DOTTED: Final = 30  # lines of so few points show them
 _BAR, _BAR_GAP, _LABEL, _GROUP_GAP = 13, 3, 18, 10
-_BARS_LEFT, _BARS_RIGHT = 12, 410  # values stand at the right of their bars
+_BARS_LEFT, _BARS_RIGHT = 22, 414  # values stand at the right of their bars
 _LONGEST: Final = 44  # characters of a bar's label
 Ends = Sequence[float | None]
 

@@ -10,6 +10,7 @@ from typing import Final
 #: Points of one line that are drawn; a screen shows no more.
 MOST_POINTS: Final = 400
 _ROUND: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
+_LEAST: Final = 1e-30  # smaller ones are zero to a picture
 _UNITS: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -43,8 +44,8 @@ def axis(values: Sequence[float], *, zero: bool = False, at_most: float | None =
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     span = high - low
-    if span <= 1e-9 * max(abs(low), abs(high)):  # all the same
-        span = abs(high) or 1.0
+    if span <= max(1e-9 * max(abs(low), abs(high)), _LEAST):  # all the same
+        span = abs(high) if abs(high) > _LEAST else 1.0
         low, high = (low, high + 0.1 * span) if zero else (low - 0.1 * span, high + 0.1 * span)
         span = high - low
     top = high + 0.06 * span if high > 0 or not zero else high
@@ -63,7 +64,7 @@ def labels(marks: Sequence[float]) -> list[str]:
     if 0 < most < 0.01:
         return [_power(mark) if mark else "0" for mark in marks]
     unit, letter = _unit(most) if most >= 1e4 else (1.0, "")
-    return [_decimals(mark / unit, step / unit) + (letter if mark else "") for mark in marks]
+    return ["0" if letter and not mark else _decimals(mark / unit, step / unit) + letter for mark in marks]
 
 
 def short(value: float) -> str:
@@ -74,7 +75,7 @@ def short(value: float) -> str:
         return f"{value / unit:.3g}{letter}" if size / unit < 1000 else f"{value:.3g}"
     if size >= 100 or (size >= 1 and float(value).is_integer()):
         return f"{value:,.0f}"
-    return f"{value:.3f}" if 1e-3 <= size < 10 else f"{value:.3g}"
+    return f"{value:.3f}" if 1 <= size < 10 else f"{value:.3g}"
 
 
 def _unit(size: float) -> tuple[float, str]:

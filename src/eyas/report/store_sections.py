@@ -24,7 +24,7 @@ from eyas.store.format import Sidecar, StoreInfo
 _NOTES: Final = 6
 _SITTINGS: Final = 20
 _REASONS: Final = 16
-_MIB: Final = 2**20
+_UNITS: Final = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
 def store_section(places: Places) -> Section:
@@ -72,9 +72,10 @@ def _bytes(info: StoreInfo, done: Sequence[Sidecar], size: int) -> Chart | None:
     last = sum(sidecar.positions for sidecar in done) * spec.last_bytes_per_position
     layers = f"outputs of layers {', '.join(map(str, spec.layers))}"
     parts = {layers: aux, "states after the final norm": last, "tokens, masks, hashes": max(0, size - aux - last)}
-    bars = [Bars("bytes", [value / _MIB if size else None for value in parts.values()])]
+    unit, one = next((name, one) for name, one in _UNITS if max(1, *parts.values()) >= one)
+    bars = [Bars("bytes", [value / one if size else None for value in parts.values()])]
     title = "Bytes by what they hold"
-    return bar_chart(title, list(parts), bars, Axis("MiB", zero=True), lambda mib: human_bytes(mib * _MIB))
+    return bar_chart(title, list(parts), bars, Axis(unit, zero=True), lambda value: human_bytes(value * one))
 
 
 def _provenance(one: Mapping[str, str]) -> str:
