@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         StoreError,
         TrainError,
     )
+    from eyas.evaluate.live import evaluate_live as evaluate_served
     from eyas.evaluate.run import evaluate as evaluate_draft
     from eyas.export.check import check_draft
     from eyas.export.run import export_draft
@@ -70,6 +71,7 @@ _HOME = {
     "describe_store": "store.documents",
     "draft_command": "serve",
     "evaluate_draft": "evaluate.run:evaluate",
+    "evaluate_served": "evaluate.live:evaluate_live",
     "export_draft": "export.run",
     "extract_states": "extract.runner:extract",
     "load_config": "config:load",
@@ -105,6 +107,7 @@ __all__ = [
     "describe_store",
     "draft_command",
     "evaluate_draft",
+    "evaluate_served",
     "export_draft",
     "extract_states",
     "load_config",

@@ -14,6 +14,8 @@ import eyas
 from eyas.cli.console import err, out, say_table
 from eyas.cli.options import ConfigFile, Overrides
 
+_TABLE_WIDTH = 110  # of figures in servers
+
 
 def train(
     run: Annotated[Path | None, typer.Argument(help="YAML file of settings; the same as --config.")] = None,
@@ -55,15 +57,25 @@ def evaluate(
     store: Annotated[Path | None, typer.Option(help="Simulate decoding on these states.")] = None,
     corpus: Annotated[Path | None, typer.Option(help="What the store was made from; default: the run's.")] = None,
     questions: Annotated[Path | None, typer.Option(help="Decode these questions here: a question.jsonl.")] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(help="Ask this SGLang or vLLM server, which runs the drafter, those questions."),
+    ] = None,
+    baseline_server: Annotated[
+        str | None, typer.Option(help="The same without a drafter: a URL, or what an earlier run of it left.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--target", "--model", help="Default: the run's, or the corpus's.")
     ] = None,
     config: ConfigFile = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
-    """Acceptance length of a drafter: simulated on a store, or by speculative decoding in this process.
+    """Acceptance length of a drafter: simulated on a store, by speculative decoding in this process, or in a server.
 
     Example: `eyas evaluate run --store store`, or `eyas evaluate run --questions mt_bench/question.jsonl`
+
+    In servers: `eyas evaluate run --questions mt_bench/question.jsonl --server http://localhost:30000
+    --baseline-server http://localhost:30001`
 
     It leaves evaluation-*.json in the drafter's run, else here; see docs/evaluation.md. A stopped one goes on.
     """
@@ -71,10 +83,17 @@ def evaluate(
         "--store": ("evaluate.store", store),
         "--corpus": ("evaluate.corpus", corpus),
         "--questions": ("evaluate.questions", questions),
+        "--server": ("evaluate.server", server),
+        "--baseline-server": ("evaluate.baseline_server", baseline_server),
         "--target": ("evaluate.target", model),
     }
-    cfg = eyas.load_config(config, overrides, flags).evaluate
-    done = eyas.evaluate_draft(draft, cfg, console=err, command=shlex.join(["eyas", *sys.argv[1:]]))
+    cfg, command = eyas.load_config(config, overrides, flags), shlex.join(["eyas", *sys.argv[1:]])
+    if cfg.evaluate.server or cfg.evaluate.baseline_server:
+        live = eyas.evaluate_served(draft, cfg, console=err, command=command)
+        out.print(live.table(), width=max(out.width, _TABLE_WIDTH), crop=False)
+        say_table(live.lines())
+        return
+    done = eyas.evaluate_draft(draft, cfg.evaluate, console=err, command=command)
     out.print(done.evaluation.table())
     say_table([*(("note", note) for note in done.evaluation.notes), ("written", str(done.path))])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -38,16 +39,15 @@ from eyas.signals import StopSignals
 from eyas.target.checkpoint import Target
 
 _URL: Final = ("http://", "https://")
+_SECRET: Final = re.compile(r"(?<=://)[^/@\s]+@")  # user and password of a URL
 
 
 class Live(NamedTuple):
     """What was measured.
 
     Attributes:
-        evaluation: with speculation.
-        path: its file.
-        plain: without, if there is one.
-        plain_path: its file.
+        evaluation, path: with speculation, and its file.
+        plain, plain_path: without, where that was measured or named.
     """
 
     evaluation: Evaluation
@@ -59,8 +59,8 @@ class Live(NamedTuple):
         """Acceptance and speed by requests at a time."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         names = ("at a time", "accepted", "95 %", "by position", "tokens/s", "without", "speed-up", "first token")
-        for name in (*names, "without"):
-            table.add_column(name, justify="left" if name == "by position" else "right")
+        for name in names:
+            table.add_column(name, justify="left" if name == "by position" else "right", no_wrap=True)
         plain = {one.concurrency: one for one in self.plain.results if one.category == ALL} if self.plain else {}
         for one in self.evaluation.results:
             if one.category != ALL:
@@ -74,10 +74,14 @@ class Live(NamedTuple):
                 f"{one.tokens_per_s:,.1f}",
                 f"{other.tokens_per_s:,.1f}" if other else "",
                 f"{one.speedup:.2f}" if one.speedup else "",
-                f"{one.ttft_ms:,.0f} ms",
-                f"{other.ttft_ms:,.0f} ms" if other else "",
+                f"{one.ttft_ms:,.0f} ms" + (f" ({other.ttft_ms:,.0f})" if other else ""),
             )
         return table
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What is to be said besides, name and text."""
+        written = [("written", str(path)) for path in (self.plain_path, self.path) if path is not None]
+        return [*(("note", note) for note in self.evaluation.notes), *written]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,7 @@ def evaluate_live(
         questions = read_questions(wanted.questions, wanted.limit)
         folder = wanted.out or head.run or Path()
         spoken = console or Console(stderr=True)
-        setting = _Setting(head, wanted, target, template, questions, spoken, command, folder)
+        setting = _Setting(head, wanted, target, template, questions, spoken, _SECRET.sub("", command), folder)
         try:
             return asyncio.run(_measure(setting, cfg, transport))
         except KeyboardInterrupt:
