@@ -127,8 +127,8 @@ class TargetModel:
         if not self._keeps_logits:
             options.pop("logits_to_keep", None)
         out = self._model(input_ids=tokens[None], use_cache=True, **{self._cache_name: self._cache}, **options)
-        aux = torch.cat([self._outputs.pop(layer)[0] for layer in self._layers], -1)
-        return Seen(out.logits[0].float(), aux)
+        outputs = [self._outputs.pop(layer)[0] for layer in self._layers] or [out.logits.new_empty((len(tokens), 0))]
+        return Seen(out.logits[0].float(), torch.cat(outputs, -1))
 
     def _tree_mask(self, tree: Tree) -> Tensor:
         """[1, 1, 1 + n, rows + 1 + n] added to attention's scores: each sees the text, its ancestors and itself."""
