@@ -99,7 +99,7 @@ class Result:
             accept_by_position=found.by_position,
             reached=tuple(reached),
             right=tuple(right),
-            **{"cycles": reached[0], **others},
+            **{"cycles": reached[0] if reached else 0, **others},
         )
 
 
