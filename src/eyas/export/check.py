@@ -9,7 +9,7 @@ and, on texts of its own, whether any other input would suit the drafter better.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eyas.config import ExportConfig
-from eyas.errors import ConfigError, IntegrityError
+from eyas.errors import ConfigError, IntegrityError, first_line
 from eyas.export.documents import Texts, of_questions
 from eyas.export.engines import TESTED, TITLES, layers_read, loads, named_ids, shape_faults
 from eyas.export.evidence import FEWEST, Drafter, measure
@@ -27,6 +27,7 @@ from eyas.export.record import Record, digest_bytes, settings_digest, tensors_di
 from eyas.export.states import compare_states
 from eyas.target.checkpoint import Target, find_folder, read_config
 from eyas.target.embeddings import input_embeddings
+from eyas.target.head import Head
 from eyas.target.weights import weight_map
 from eyas.train.checkpoint_format import CONFIG_FILE, FILES, PICKLED, DraftCheckpoint, stored_tensors
 from eyas.train.draft import Eagle3Draft
@@ -84,13 +85,16 @@ def check_draft(draft: str | Path, cfg: ExportConfig | None = None, *, say: Say 
     subject = _open(draft, cfg, report)
     if subject is None:
         return report
-    _check_names(subject, cfg, report)
-    if report.refused:
+    try:
+        _check_order(subject, report)
+        _check_names(subject, cfg, report)
+        checkpoint = None if report.refused else _import_back(subject, report)
+        if checkpoint is None:
+            return report
+        _check_layers(subject, checkpoint, cfg, report)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:  # anybody may have written it
+        report.refuse("import", f"config.json holds values of other types: {first_line(error)}")
         return report
-    checkpoint = _import_back(subject, report)
-    if checkpoint is None:
-        return report
-    _check_layers(subject, checkpoint, cfg, report)
     _check_values(subject, report)
     _check_record(subject, report)
     _check_embeddings(subject, checkpoint, report)
@@ -126,6 +130,14 @@ def _open(draft: str | Path, cfg: ExportConfig, report: CheckReport) -> Subject 
         report.refuse("names", error.what, error.hint)
         return None
     return Subject(folder, config, tensors, record, target, cfg.target is not None)
+
+
+def _check_order(subject: Subject, report: CheckReport) -> None:
+    """Ids in ascending order: in whatever order they are written, servers read a set."""
+    for place, ids in named_ids(subject.config).items():
+        if ids != sorted(set(ids)):
+            what = f"{place} is {ids}, but servers hand layers on in ascending order"
+            report.refuse("layers", what, "order the blocks of fc.weight likewise, and the ids")
 
 
 def _check_names(subject: Subject, cfg: ExportConfig, report: CheckReport) -> None:
@@ -175,11 +187,6 @@ def _import_back(subject: Subject, report: CheckReport) -> DraftCheckpoint | Non
 def _check_layers(subject: Subject, checkpoint: DraftCheckpoint, cfg: ExportConfig, report: CheckReport) -> None:
     """The layers that each engine would read, by each of its ways to read the config."""
     wanted, num_layers = checkpoint.config.aux_layers, subject.target.num_layers
-    for place, ids in named_ids(subject.config).items():
-        if ids != sorted(set(ids)):
-            what = f"{place} is {ids}, but servers hand layers on in ascending order"
-            report.refuse("layers", what, "order the blocks of fc.weight likewise, and the ids")
-            return
     readers = _readers(subject, cfg)
     for name, layers in readers.items():
         if layers is None:
@@ -366,6 +373,7 @@ def judge_acceptance(checkpoint: DraftCheckpoint, target: Target, texts: Texts, 
         return
     ids = torch.cat([document.tokens for document in texts.documents]).unique()
     drafter = drafter_of(checkpoint, ids, embeddings_for(checkpoint, target, ids))
+    drafter = replace(drafter, teach=Head.load(target, rows=checkpoint.vocab.target_ids).logits)
     found = measure(drafter, texts.documents, texts.others)
     if found.faults:
         report.refuse("acceptance", found.faults[0], _hint_for(found.faults[0]))

@@ -102,10 +102,12 @@ def _copied(sample: Sample, answer: int) -> Sample:
 def _of_sample(sample: Sample, head: Head, gain: Tensor | None) -> Document:
     best, before = (torch.full((len(sample.tokens),), -1) for _ in range(2))
     best[sample.last_index] = head.best(sample.last)
+    last = sample.last.new_zeros(len(sample.tokens), sample.last.shape[1])
+    last[sample.last_index] = sample.last
     if gain is not None and bool((gain != 0).all()):
         # RMS scales a state as a whole, which changes no argmax: less the gain it is the state before the norm.
         before[sample.last_index] = head.best(sample.last.float() / gain)
-    return Document(sample.tokens, sample.loss_mask, sample.aux, best, before)
+    return Document(sample.tokens, sample.loss_mask, sample.aux, last, best, before)
 
 
 # --- by the target ----------------------------------------------------------------------------------------------------
@@ -200,11 +202,11 @@ def _answer(
                 best[start:] = head(states[start:].to(head.weight.dtype)).argmax(-1).cpu()
         found.append(best)
     ids = torch.tensor(list(tokens))
-    return functools.partial(_document, ids, loss_mask, found[0], found[1])
+    return functools.partial(_document, ids, loss_mask, last.cpu(), found[0], found[1])
 
 
-def _document(tokens: Tensor, loss_mask: Tensor, best: Tensor, before: Tensor, aux: Tensor) -> Document:
-    return Document(tokens, loss_mask, aux, best, before)
+def _document(tokens: Tensor, loss_mask: Tensor, last: Tensor, best: Tensor, before: Tensor, aux: Tensor) -> Document:
+    return Document(tokens, loss_mask, aux, last, best, before)
 
 
 def _aux(states: Mapping[int, Tensor], layers: Sequence[int]) -> Tensor:

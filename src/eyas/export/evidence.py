@@ -1,9 +1,11 @@
 """Does a drafter do better on other inputs than the ones a server would give it? Then these are the wrong ones.
 
 Names and shapes cannot show ids that are off by one, layers in another order, `norm_output` set wrongly, or a
-vocabulary map of another run. A drafter shows them: it drafts best on the inputs it was trained on. So it is run on the
-same texts with each alternative in turn, and the accepted drafts are compared document by document. An alternative that
-is better by more than chance and by more than a trifle is what the drafter was trained on.
+vocabulary map of another run. A drafter shows them: it comes nearest to the target's distribution on the inputs it was
+trained on, for that is what training made small. So it is run on the same texts with each alternative in turn, and its
+divergence from the target is compared, document by document. That tells more than accepted drafts do: neighbouring
+layers are alike, and so are most drafts. An alternative that is better by more than chance and by more than a trifle is
+what the drafter was trained on.
 
 The comparison is a paired t test over documents (rows of one text are alike). The bound is high since there are a dozen
 alternatives: at t = 4 and 16 documents one of them comes out by chance once in a hundred checks.
@@ -21,12 +23,12 @@ import torch
 from torch import Tensor
 
 from eyas.acceptance import Acceptance
-from eyas.export.replay import Document, Embed, Replay, acceptance_of, replay
+from eyas.export.replay import Document, Embed, Replay, Teach, acceptance_of, replay
 from eyas.train.draft import Eagle3Draft
 
 STEPS: Final = 3
 BOUND_T: Final = 4.0
-TRIFLE: Final = 0.02  # of the accepted drafts
+TRIFLE: Final = 0.03  # of the divergence as served
 FEWEST: Final = 8  # documents
 _FEWEST_SEEN: Final = 2  # drafts of one draft token, for a map to be read off them
 _MANY_LAYERS: Final = 4  # from here on only neighbours change places, and all of them at once
@@ -40,15 +42,17 @@ class Drafter:
         model: the weights. Its own `embed_tokens` are not used.
         ids: [Vd] the target's id of each draft token.
         embed: input embeddings.
+        teach: the target's logits of the draft vocabulary, where drafts are to be judged.
     """
 
     model: Eagle3Draft
     ids: Tensor
     embed: Embed
+    teach: Teach | None = None
 
     def run(self, documents: Sequence[Document]) -> list[Replay]:
         """Its drafts."""
-        return [replay(self.model, self.ids, document, self.embed, STEPS) for document in documents]
+        return [replay(self.model, self.ids, document, self.embed, STEPS, self.teach) for document in documents]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class Alternative:
         name: what would be the case if these were the right ones: "its ids are one too high".
         acceptance: of the drafter on them.
         t: of the paired test against the inputs as served; positive where these are better.
-        gain: accepted drafts more, as a share.
+        gain: share of the divergence from the target that is gone with it.
     """
 
     name: str
@@ -79,7 +83,7 @@ class Measured:
     Attributes:
         documents, rows: in number.
         served: acceptance as served.
-        alternatives: all that were tried, the best first.
+        alternatives: all that were tried, the largest gain first.
         before_norm: drafts at positions where the final norm decides the target's token: those that are the token
             with the norm, and those that are the one without it.
     """
@@ -94,7 +98,8 @@ class Measured:
     def faults(self) -> list[str]:
         """What is wrong, in words; empty where nothing is."""
         found = [
-            f"{other.name}: {other.acceptance.length:.2f} tokens a cycle so, {self.served.length:.2f} as served"
+            f"{other.name}: {other.acceptance.length:.2f} tokens a cycle so, {self.served.length:.2f} as served "
+            f"(t = {other.t:.1f} over {self.documents} texts)"
             for other in self.alternatives
             if other.is_better
         ]
@@ -125,16 +130,15 @@ def measure(
     if (other := _other_map(served, documents)) is not None:
         found.append(other)
     rows = sum(len(found.rows) for found in served)
-    ranked = tuple(sorted(found, key=lambda other: -other.t))
+    ranked = tuple(sorted(found, key=lambda other: -other.gain))
     return Measured(len(documents), rows, acceptance_of(served), ranked, _before_norm(served, documents))
 
 
 def _compared(name: str, served: Sequence[Replay], other: Sequence[Replay]) -> Alternative:
-    before = torch.tensor([float(found.accepted()) for found in served])
-    gains = torch.tensor([float(found.accepted()) for found in other]) - before
-    total = float(before.sum())
-    gain = float(gains.sum()) / total if total else math.inf * float(gains.sum() > 0)
-    return Alternative(name, acceptance_of(other), _t_of(gains), 0.0 if math.isnan(gain) else gain)
+    pairs = [(after.scores - before.scores).nanmean() for before, after in zip(served, other, strict=True)]
+    gains = torch.stack([gain for gain in pairs if not bool(gain.isnan())] or [torch.zeros(())])
+    served_so = torch.cat([found.scores.flatten() for found in served]).nanmean().abs().clamp_min(1e-9)
+    return Alternative(name, acceptance_of(other), _t_of(gains), float(gains.mean() / served_so))
 
 
 def _t_of(gains: Tensor) -> float:

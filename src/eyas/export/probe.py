@@ -138,9 +138,9 @@ class Probe:
             or any(len(held[name]) != count for name in ("loss_mask", "aux", "best"))
         ):
             raise ValueError("its documents do not fit its tokens")
-        whole = Document(
-            held["tokens"].long(), held["loss_mask"].bool(), held["aux"], held["best"].long(), torch.full((count,), -1)
-        )
+        none = torch.empty(0, 1)
+        best, unknown = held["best"].long(), torch.full((count,), -1)
+        whole = Document(held["tokens"].long(), held["loss_mask"].bool(), held["aux"], none, best, unknown)
         documents = tuple(_part(whole, start, stop) for start, stop in itertools.pairwise(starts))
         rows = sum(int(drafting_rows(document.loss_mask, 1).sum()) for document in documents)
         if any(tuple(held[name].shape) != (STEPS, rows) for name in ("drafts", "logits", "margins")):
@@ -180,7 +180,12 @@ class Probe:
 def _part(whole: Document, start: int, stop: int) -> Document:
     cut = slice(start, stop)
     return Document(
-        whole.tokens[cut], whole.loss_mask[cut], whole.aux[cut], whole.best[cut], whole.best_before_norm[cut]
+        whole.tokens[cut],
+        whole.loss_mask[cut],
+        whole.aux[cut],
+        whole.last,
+        whole.best[cut],
+        whole.best_before_norm[cut],
     )
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.acceptance import Acceptance, acceptance
@@ -23,6 +22,7 @@ from eyas.train.draft import Eagle3Draft
 from eyas.train.rope import rotate
 
 Embed = Callable[[Tensor], Tensor]
+Teach = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class Document:
     Attributes:
         tokens: [T] int64. loss_mask: [T] bool, what the target emitted.
         aux: [T, A * Ht] layer outputs side by side.
+        last: [T, Ht] states after the final norm; zeros where `best` is -1. Of none, [0, Ht].
         best: [T] int64, the target's most likely next token at each position; -1 where that is not known.
         best_before_norm: [T] int64, the one that lm_head would give on the state before the final norm; -1 likewise.
     """
@@ -39,18 +40,9 @@ class Document:
     tokens: Tensor
     loss_mask: Tensor
     aux: Tensor
+    last: Tensor
     best: Tensor
     best_before_norm: Tensor
-
-    def cut(self, length: int) -> Document:
-        """The first `length` tokens."""
-        return Document(
-            self.tokens[:length],
-            self.loss_mask[:length],
-            self.aux[:length],
-            self.best[:length],
-            self.best_before_norm[:length],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +54,8 @@ class Replay:
         drafts: [K, R] int64, the target's id of each draft; -1 where a row does not draft at a step.
         logits, margins: [K, R] float32, of the draft, and how far the next likely one lies below it; 0 likewise.
         right: [K, R] bool, drafts that the text has.
+        scores: [K, R] float32, minus the divergence from the target's distribution over the draft vocabulary, which is
+            what training makes small. NaN where nothing is drafted, or no teacher was given.
     """
 
     rows: Tensor
@@ -69,16 +63,13 @@ class Replay:
     logits: Tensor
     margins: Tensor
     right: Tensor
+    scores: Tensor
 
     @property
     def reached(self) -> Tensor:
         """[K, R] bool: all drafts before were right, and the text goes on."""
         before = torch.cat([torch.ones_like(self.right[:1]), self.right[:-1]]).int().cumprod(0).bool()
         return before & (self.drafts >= 0)
-
-    def accepted(self) -> int:
-        """Drafts of all chains up to their first wrong one."""
-        return int(self.right.int().cumprod(0).sum())
 
 
 def drafting_rows(loss_mask: Tensor, steps: int) -> Tensor:
@@ -88,7 +79,9 @@ def drafting_rows(loss_mask: Tensor, steps: int) -> Tensor:
 
 
 @torch.no_grad()
-def replay(draft: Eagle3Draft, ids: Tensor, document: Document, embed: Embed, steps: int) -> Replay:
+def replay(
+    draft: Eagle3Draft, ids: Tensor, document: Document, embed: Embed, steps: int, teach: Teach | None = None
+) -> Replay:
     """Draft `steps` tokens from every row of a document.
 
     Args:
@@ -97,12 +90,13 @@ def replay(draft: Eagle3Draft, ids: Tensor, document: Document, embed: Embed, st
         document: T tokens.
         embed: [...] token ids -> [..., H] float32 input embeddings.
         steps: K.
+        teach: [n, Ht] states after the final norm -> [n, Vd] the target's logits of the draft vocabulary.
     """
     valid = drafting_rows(document.loss_mask, steps)
     rows = torch.nonzero(valid[0])[:, 0]
     shape = (steps, len(rows))
     drafts, logits, margins = torch.full(shape, -1), torch.zeros(shape), torch.zeros(shape)
-    right = torch.zeros(shape, dtype=torch.bool)
+    right, scores = torch.zeros(shape, dtype=torch.bool), torch.full(shape, torch.nan)
     layer = _Layer.over(draft, document, embed)
     state, keys, values = layer.states[rows], list[Tensor](), list[Tensor]()
     for k in range(steps):
@@ -110,12 +104,16 @@ def replay(draft: Eagle3Draft, ids: Tensor, document: Document, embed: Embed, st
         if not bool(alive.any()):
             break
         state, predicts = layer.step(k, rows, state, keys, values)
-        best = draft.lm_head(predicts[alive]).topk(min(2, len(ids)), dim=-1)
+        given = draft.lm_head(predicts[alive])
+        best = given.topk(min(2, len(ids)), dim=-1)
         drafts[k, alive] = ids[best.indices[:, 0]]
         logits[k, alive] = best.values[:, 0]
         margins[k, alive] = best.values[:, 0] - best.values[:, -1]
         right[k, alive] = drafts[k, alive] == document.tokens[rows[alive] + 2 + k]
-    return Replay(rows, drafts, logits, margins, right)
+        if teach is not None:
+            wanted = teach(document.last[rows[alive] + 1 + k]).log_softmax(-1).cpu()
+            scores[k, alive] = (wanted.exp() * (given.log_softmax(-1) - wanted)).sum(-1)
+    return Replay(rows, drafts, logits, margins, right, scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +181,3 @@ def acceptance_of(replays: Sequence[Replay]) -> Acceptance:
     reached = np.array([replay.reached.sum(1).tolist() for replay in replays])
     right = np.array([(replay.reached & replay.right).sum(1).tolist() for replay in replays])
     return acceptance(reached, right)
-
-
-def embedding_of(table: Tensor) -> Embed:
-    """Lookups in a whole table [V, H] of any float dtype."""
-    return lambda tokens: F.embedding(tokens, table).float()

@@ -101,6 +101,11 @@ class Head:
         return torch.cat(parts)
 
     @torch.no_grad()
+    def logits(self, last_LH: torch.Tensor) -> torch.Tensor:
+        """[L, rows] float32, all at once: for a few states, or a head read in part."""
+        return self._logits(last_LH.to(self.weight.device).float(), slice(None))
+
+    @torch.no_grad()
     def best(self, last_LH: torch.Tensor) -> torch.Tensor:
         """[L] int64 the most likely token after each state [L, H]; of a head read in part, among its rows."""
         parts = [self._best(part.to(self.weight.device).float()) for part in last_LH.split(_ROWS)]
