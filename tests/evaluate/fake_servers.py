@@ -72,7 +72,7 @@ class FakeServer(httpx.AsyncBaseTransport):
     _drafts: list[int] = field(default_factory=list)
     _shown: str = ""
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:  # noqa: PLR0911  one an address
         match request.method, request.url.path:
             case "GET", "/v1/models":
                 card = {"id": self.model, "root": self.model, "owned_by": self.engine, "max_model_len": self.longest}
@@ -157,7 +157,7 @@ class FakeServer(httpx.AsyncBaseTransport):
             "# TYPE vllm:generation_tokens_total counter",
             f"vllm:generation_tokens_total{{{labels}}} {float(self._counts['tokens'])}",
             f"vllm:prompt_tokens_total{{{labels}}} {float(self._counts['prompted'])}",
-            f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="m"}} {self._counts["requests"]}.0',
+            f'vllm:request_success_total{{finished_reason="stop",model_name="m"}} {self._counts["requests"]}.0',
             'vllm:request_success_total{engine="0",finished_reason="length",model_name="m"} 0.0',
             f"vllm:num_requests_running{{{labels}}} {float(self._at_work + self.busy)}",
             f"vllm:num_requests_waiting{{{labels}}} 0.0",
@@ -213,9 +213,9 @@ class _Events(httpx.AsyncByteStream):
                 yield f"data: {json.dumps(event)}\n\n".encode()
             if self._torn:
                 raise httpx.ReadError("reset")
-            yield b"data: [DONE]\n\n"
         finally:
             server._at_work -= 1
+        yield b"data: [DONE]\n\n"
 
 
 def _pieces(tokens: list[int], drafts: list[int]) -> list[list[int]]:

@@ -81,18 +81,19 @@ class Http:
                     self._check(response)
                     what = f"the server refuses a prompt (HTTP {response.status_code})"
                     raise EngineError(what, self.where, error_text(response))
-                async for line in response.aiter_lines():
+                done = False
+                async for line in response.aiter_lines():  # to its end: only then the connection can be used again
                     data = line.removeprefix("data:").strip()
-                    if data == "[DONE]":
-                        return
-                    if line.startswith("data:"):
+                    done = done or data == "[DONE]"
+                    if not done and line.startswith("data:"):
                         take(self._event(data))
         except TimeoutError as error:
             hint = f"server.timeout_s is {self._timeout_s:g}"
             raise EngineError("an answer did not end in time", self.where, hint) from error
         except httpx.RequestError as error:
             raise self._unreachable(error, "the server broke off an answer") from error
-        raise EngineError("the server broke off an answer", self.where, "its reply ends without a last word")
+        if not done:
+            raise EngineError("the server broke off an answer", self.where, "its reply ends without a last word")
 
     async def close(self) -> None:
         await self._http.aclose()

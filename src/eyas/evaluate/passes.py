@@ -108,7 +108,6 @@ class Asker:
         found: list[tuple[Prompt, Answer, Cycles | None]] = []
         first = next(turns.of(0, questions[0]), None)
         await self._warm_up([first] if first else [], 1)
-        await self.server.begin()
         for number, question in enumerate(questions):
             talk = turns.of(number, question)
             prompt = next(talk, None)
@@ -127,7 +126,6 @@ class Asker:
     async def ask(self, prompts: Sequence[Prompt], concurrency: int) -> Pass:
         """Prompts that are known, so many at a time."""
         await self._warm_up(prompts, concurrency)
-        await self.server.begin()
         if concurrency == 1:
             found: list[tuple[Prompt, Answer, Cycles | None]] = []
             for number, prompt in enumerate(prompts, 1):
@@ -163,9 +161,23 @@ class Asker:
         return await self.server.answer(prompt.ids, seeded, f"{self._salt}-{self._asked}")
 
     async def _warm_up(self, prompts: Sequence[Prompt], concurrency: int) -> None:
-        """What a server does once, it does now: kernels are compiled, graphs recorded. Nothing of it is counted."""
+        """What a server does once, it does now: kernels are compiled, graphs recorded. Nothing of it is counted.
+
+        Raises:
+            EngineError: as of any answer; others use the server.
+        """
+        if self._asked == 0:
+            await self.server.begin()
         short = replace(self.asking, max_new_tokens=min(_WARM_TOKENS, self.asking.max_new_tokens))
-        await _together(self._answer(prompt, short) for prompt in islice(cycle(prompts), concurrency))
+        asked = list(islice(cycle(prompts), concurrency))
+        answers: list[Answer] = []
+
+        async def work(prompt: Prompt) -> None:
+            answers.append(await self._answer(prompt, short))
+
+        await _together(work(prompt) for prompt in asked)
+        # Counters may lag behind: were they not waited for, these requests would look like those of others.
+        await self.server.settle(answers, sum(len(prompt.ids) for prompt in asked))
 
 
 @dataclass
