@@ -18,7 +18,7 @@ from eyas.data.template import Template
 from eyas.demo import AnswersReport, Prompt, demo_corpus, make_answers, make_corpus, read_prompts
 from eyas.errors import ConfigError
 
-SHIPPED = Path(demo.__file__).with_name(demo.PROMPTS)
+SHIPPED = Path(demo.__file__).parents[1] / demo.PROMPTS
 LIMIT = 10
 
 

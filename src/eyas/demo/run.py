@@ -1,52 +1,46 @@
 """The main job on a small real model, CPU only and without a server.
 
-    prompts -> answers.jsonl (token ids as the target sampled them) -> corpus/ -> store/ -> train/ -> summary.json
+    prompts -> answers.jsonl (token ids as the target sampled them) -> corpus/ -> store/ -> train/
+    -> exported/ -> check.json, evaluation-*.json -> summary.json, report.html
 
-A second run reuses every answer made by the same model with the same settings, every row that is stored, and every
-training step that is saved; a killed one loses a batch of answers, or 25 steps, at most.
+A second run reuses every answer made by the same model with the same settings, every row that is stored, every
+training step that is saved, and evaluations of the same weights; a killed one loses a batch of answers, or 25 steps, at
+most.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
-from eyas.capture.contract import token_hash
 from eyas.config import Config, ExtractConfig, StoreConfig, TrainConfig
 from eyas.data.prepare import PrepareReport, prepare
-from eyas.data.rows import Chat, Dropped, Message
-from eyas.data.sources import read_chats
 from eyas.data.template import Template
-from eyas.errors import ConfigError
+from eyas.demo.answers import ANSWERS, AnswersReport, fast_dtype, make_answers, read_prompts
+from eyas.demo.worth import CHECK, EXPORTED, Worth, export_and_measure
 from eyas.extract.forecast import last_rate
-from eyas.extract.runner import extract
+from eyas.extract.runner import Summary, extract
+from eyas.report import write_report
 from eyas.smollm2 import smollm2_dir
 from eyas.store.documents import read_store_info
 from eyas.store.format import EVENTS_DIR, STORE_FILE
 from eyas.train.run import TrainSummary, train
-from eyas.verify import Comparison, verify
+from eyas.verify import Comparison, VerifyReport, verify
 
-PROMPTS: Final = "demo_prompts.jsonl"  # shipped beside this module; sources and licences in NOTICE
-ANSWERS: Final = "answers.jsonl"
+PROMPTS: Final = "demo_prompts.jsonl"  # shipped with the package; sources and licences in NOTICE
 CORPUS: Final = "corpus"  # the folder that prepare writes
 STORE: Final = "store"
 TRAIN: Final = "train"
 SUMMARY: Final = "summary.json"
-BATCH_ROWS: Final = 48
 SHARD_BYTES: Final = 16 << 20  # several shards, so that the demo shows some
 VERIFIED_ROWS: Final = 24
 #: Enough for a drafter to beat chance on prompts of the kind it saw, in a minute or two; far from enough to serve.
@@ -66,26 +60,6 @@ TRAINING: Final = TrainConfig(
 
 
 @dataclass(frozen=True, slots=True)
-class AnswersReport:
-    """What `make_answers` did.
-
-    Attributes:
-        path: JSON lines, one a prompt: id, conversations (for people), prompt_ids and answer_ids (for the corpus),
-            finished (whether the target ended the answer itself), tokenizer_hash, settings.
-        rows, generated, reused: answers in the file, made now, and taken from an earlier run; in number.
-        tokens: answer tokens made now.
-        seconds: wall time, loading the model included.
-    """
-
-    path: Path
-    rows: int
-    generated: int
-    reused: int
-    tokens: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class DemoCorpus:
     """The first half's outcome."""
 
@@ -93,20 +67,6 @@ class DemoCorpus:
     corpus: Path
     answers: AnswersReport
     report: PrepareReport
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What the target is asked: `ids` are the messages rendered with the generation prompt."""
-
-    id: str
-    messages: list[Message]
-    ids: list[int]
-
-    @property
-    def key(self) -> str:
-        """Greedy answers depend on the prompt's ids alone."""
-        return token_hash(self.ids)
 
 
 def run_demo(
@@ -118,7 +78,7 @@ def run_demo(
     training: TrainConfig = TRAINING,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Everything: answers, corpus, hidden states, proof, drafter; ends with a table and `out/summary.json`.
+    """Everything, from prompts to a checked folder for servers; ends with `out/summary.json` and a report page.
 
     Args:
         out: the demo's folder.
@@ -129,8 +89,9 @@ def run_demo(
 
     Returns:
         What summary.json holds: rows, tokens, tokens_per_s (of the session that stored last), bytes, failed,
-        mismatches, verified_rows, how much was reused, and where nothing was wrong accept_length and
-        accept_length_untrained: simulated acceptance lengths on held-out prompts, with and without training.
+        mismatches, verified_rows, how much was reused; where nothing was wrong accept_length and
+        accept_length_untrained (simulated on held-out prompts, with and without training), exported (a folder), check
+        ("passed") and what was evaluated there; report (the page).
 
     Raises:
         EyasError: as the steps do; IntegrityError when a row is not what it should be.
@@ -143,15 +104,41 @@ def run_demo(
     if _is_of_another_corpus(store, made.report.digest):
         _say(console, f"store: {store} is of another corpus and is made anew")
         shutil.rmtree(store)
-        shutil.rmtree(out / TRAIN, ignore_errors=True)
-    dtype: Any = {torch.bfloat16: "bf16", torch.float32: "f32"}[_fast_dtype()]
+        for made_of_it in (TRAIN, EXPORTED):
+            shutil.rmtree(out / made_of_it, ignore_errors=True)
+        for path in (out / CHECK, *out.glob("evaluation-*.json")):
+            path.unlink(missing_ok=True)
+    dtype: Any = {torch.bfloat16: "bf16", torch.float32: "f32"}[fast_dtype()]
     cfg = Config(extract=ExtractConfig(engine="hf", model_dtype=dtype), store=StoreConfig(shard_bytes=SHARD_BYTES))
     _say(console, "extract: hidden states of every row, by transformers in this process")
     run = extract(made.corpus, store, cfg=cfg, model=str(made.model), console=console)
     _say(console, f"verify: every byte, and {VERIFIED_ROWS} rows recomputed in float32 with controls")
     report = verify(store, corpus=made.corpus, against=str(made.model), sample=VERIFIED_ROWS, console=console)
+    summary = _stored(run, report, store) | {"answers_reused": made.answers.reused}
+    lines = [*run.lines(), *report.lines()[1:]]
+    if not summary["mismatches"]:
+        _say(console, f"train: a drafter on the CPU, {training.eval_share:.0%} of the prompts held out")
+        places = {"store": store, "corpus": made.corpus, "target": str(made.model), "out": out / TRAIN}
+        trained = train(training.model_copy(update=places), console=console)
+        worth = export_and_measure(
+            out, store, made.corpus, out / TRAIN, out / ANSWERS, made.model, training, lambda text: _say(console, text)
+        )
+        summary |= _trained(trained) | _worth(worth, out)
+        lines += [(name, text) for name, text in trained.lines() if name in ("steps", "accepted", "draft")]
+        lines += worth.lines()
+    summary["seconds"] = round(time.monotonic() - began, 1)
+    summary["report"] = str(write_report(out).path)
+    (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    for name, text in [*lines, ("report", summary["report"]), ("summary", str(out / SUMMARY))]:
+        _say(console, f"{name:<10}  {text}")
+    report.check()
+    return summary
+
+
+def _stored(run: Summary, report: VerifyReport, store: Path) -> dict[str, Any]:
+    """The extraction's and the verification's part of summary.json."""
     found = report.comparison or Comparison()
-    summary = {
+    return {
         "rows": run.rows_done,
         "tokens": run.tokens_done,
         "tokens_per_s": round(last_rate(store / EVENTS_DIR) or 0.0, 1),
@@ -160,21 +147,14 @@ def run_demo(
         "mismatches": len(report.problems) + len(found.mismatches),
         "verified_rows": found.rows,
         "rows_reused": run.rows_done - run.rows_now,
-        "answers_reused": made.answers.reused,
     }
-    lines = [*run.lines(), *report.lines()[1:]]
-    if not summary["mismatches"]:
-        _say(console, f"train: a drafter on the CPU, {training.eval_share:.0%} of the prompts held out")
-        places = {"store": store, "corpus": made.corpus, "target": str(made.model), "out": out / TRAIN}
-        trained = train(training.model_copy(update=places), console=console)
-        summary |= _trained(trained)
-        lines += [(name, text) for name, text in trained.lines() if name in ("steps", "accepted", "draft")]
-    summary["seconds"] = round(time.monotonic() - began, 1)
-    (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    for name, text in [*lines, ("summary", str(out / SUMMARY))]:
-        _say(console, f"{name:<10}  {text}")
-    report.check()
-    return summary
+
+
+def _worth(worth: Worth, out: Path) -> dict[str, Any]:
+    """The end's part of summary.json."""
+    lengths = {"accept_length_simulated": worth.simulated, "accept_length_decoded": worth.decoded}
+    rounded = {name: None if length is None else round(length, 3) for name, length in lengths.items()}
+    return {**rounded, "exported": str(out / EXPORTED), "check": "passed"}
 
 
 def _trained(found: TrainSummary) -> dict[str, Any]:
@@ -221,161 +201,6 @@ def demo_corpus(
     return DemoCorpus(model, out / CORPUS, answers, report)
 
 
-def make_answers(
-    out: Path,
-    model: Path,
-    template: Template,
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int = 128,
-    console: Console | None = None,
-) -> AnswersReport:
-    """The target's greedy answers to `prompts`, in `out/answers.jsonl` in the order of the prompts.
-
-    Each batch is appended as soon as it is there. Answers of another model or other settings are not reused.
-    """
-    console, began = console or Console(stderr=True), time.monotonic()
-    dtype = _fast_dtype()
-    settings = _settings(model, template, dtype, max_new_tokens)
-    path = out / ANSWERS
-    out.mkdir(parents=True, exist_ok=True)
-    wanted = {prompt.key: prompt for prompt in prompts}
-    done = {key: answer for key, answer in _reusable(path, settings).items() if key in wanted}
-    reused, tokens = len(done), 0
-    pending = sorted((prompt for key, prompt in wanted.items() if key not in done), key=lambda prompt: len(prompt.ids))
-    if reused:
-        console.print(f"answers: {reused} of {len(wanted)} reused from {path}", highlight=False, soft_wrap=True)
-    _write(path, done.values())  # drops a torn last line and answers of other settings before anything is appended
-    with path.open("a", encoding="utf-8") as file:
-        for batch, generated in _generate(model, template, pending, dtype, max_new_tokens):
-            for prompt, ids in zip(batch, generated, strict=True):
-                done[prompt.key] = _answer(prompt, ids, template, settings)
-                file.write(_line(done[prompt.key]))
-                tokens += len(ids)
-            file.flush()
-            os.fsync(file.fileno())
-            rate = tokens / (time.monotonic() - began)
-            line = f"answers: {len(done)} of {len(wanted)}, {tokens:,} tokens, {rate:.0f} tokens/s"
-            console.print(line, highlight=False, soft_wrap=True)
-    # Same bytes however often the run was interrupted: in the order of the prompts, each under its own id.
-    _write(path, ({**done[prompt.key], "id": prompt.id} for prompt in prompts))
-    return AnswersReport(path, len(prompts), len(pending), reused, tokens, time.monotonic() - began)
-
-
 def make_corpus(out: Path, template: Template, *, console: Console | None = None) -> PrepareReport:
     """`out/answers.jsonl` -> the folder `out/corpus`: rows are the prompt's and the answer's ids as they are."""
     return prepare([out / ANSWERS], template.model, out / CORPUS, console=console, template=template)
-
-
-# --- prompts and answers ----------------------------------------------------------------------------------------------
-
-
-def read_prompts(path: Path, template: Template) -> list[Prompt]:
-    """The chats of `path` up to their last user turn.
-
-    Raises:
-        ConfigError: a row is no chat (the demo's input is small: it should be right), or there is none.
-    """
-    prompts: list[Prompt] = []
-    for row in read_chats(path):
-        if not isinstance(row, Chat):
-            detail = row.detail if isinstance(row, Dropped) else "it holds token ids or formatted text"
-            raise ConfigError("not a prompt", f"{path}:{row.line}", detail)
-        roles = [message["role"] for message in row.messages]
-        if "user" not in roles:
-            raise ConfigError("not a prompt", f"{path}:{row.line}", "no user turn")
-        messages = row.messages[: len(roles) - roles[::-1].index("user")]
-        prompts.append(Prompt(row.id, messages, template.prompt_ids(messages)))
-    if not prompts:
-        raise ConfigError("no prompts", path)
-    return prompts
-
-
-def _settings(model: Path, template: Template, dtype: torch.dtype, max_new_tokens: int) -> str:
-    """32 hex digits of all that decides an answer but the prompt."""
-    digest = hashlib.sha256(f"{template.tokenizer_hash} {template.template_hash} {dtype} {max_new_tokens}".encode())
-    for path in sorted([*model.glob("*.safetensors"), *model.glob("*config.json")]):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:32]
-
-
-def _answer(prompt: Prompt, ids: list[int], template: Template, settings: str) -> dict[str, Any]:
-    finished = ids[-1] in template.end_ids
-    text = template.decode(ids[:-1] if finished else ids)
-    return {
-        "id": prompt.id,
-        "conversations": [*prompt.messages, {"role": "assistant", "content": text}],
-        "prompt_ids": prompt.ids,
-        "answer_ids": ids,
-        "finished": finished,
-        "tokenizer_hash": template.tokenizer_hash,
-        "settings": settings,
-    }
-
-
-def _reusable(path: Path, settings: str) -> dict[str, dict[str, Any]]:
-    """Answers of the same settings in an earlier run's file, by prompt; lines that are none are passed over."""
-    found: dict[str, dict[str, Any]] = {}
-    for line in path.read_bytes().split(b"\n") if path.is_file() else []:
-        try:
-            match json.loads(line):
-                case {"settings": made_with, "prompt_ids": list(prompt), "answer_ids": [_, *_]} as answer:
-                    if made_with == settings:
-                        found[token_hash(prompt)] = answer
-        except (ValueError, TypeError):
-            continue
-    return found
-
-
-def _line(answer: dict[str, Any]) -> str:
-    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")) + "\n"
-
-
-def _write(path: Path, answers: Iterable[dict[str, Any]]) -> None:
-    part = path.with_name(f".{path.name}.tmp")
-    part.write_text("".join(map(_line, answers)), encoding="utf-8", newline="\n")
-    part.replace(path)
-
-
-# --- generation -------------------------------------------------------------------------------------------------------
-
-
-def _fast_dtype() -> torch.dtype:
-    """bfloat16 where the CPU multiplies it in hardware, else float32: emulated bfloat16 is several times slower."""
-    able = torch.cpu.get_capabilities()
-    return torch.bfloat16 if any(able.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")) else torch.float32
-
-
-def _generate(
-    model_dir: Path, template: Template, prompts: Sequence[Prompt], dtype: torch.dtype, max_new_tokens: int
-) -> Iterator[tuple[Sequence[Prompt], list[list[int]]]]:
-    """Greedy answers, batch by batch; ids end with the first end token, or without one at `max_new_tokens`."""
-    if not prompts:
-        return
-    transformers_logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=dtype)
-    ends = sorted(template.end_ids)
-    for start in range(0, len(prompts), BATCH_ROWS):
-        batch = prompts[start : start + BATCH_ROWS]
-        width = max(len(prompt.ids) for prompt in batch)
-        tokens = torch.full((len(batch), width), ends[0])
-        attention = torch.zeros_like(tokens)
-        for row, prompt in enumerate(batch):  # padded on the left: the answers start in one column
-            tokens[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
-            attention[row, width - len(prompt.ids) :] = 1
-        with torch.inference_mode():
-            output = model.generate(
-                input_ids=tokens,
-                attention_mask=attention,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                eos_token_id=ends,
-                pad_token_id=ends[0],
-            )
-        yield batch, [_until_end(ids, template.end_ids) for ids in cast(torch.Tensor, output)[:, width:].tolist()]
-
-
-def _until_end(ids: list[int], ends: frozenset[int]) -> list[int]:
-    stop = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
-    return ids[:stop]
