@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from export_heads import make_corpus, make_run, make_store, make_target
+
 from eyas.config import ExportConfig
 from eyas.export.run import export_draft
 

@@ -34,7 +34,7 @@ TRAINING: dict[str, Any] = {
     "vocab_coverage": 1.0,
     "steps": 3,
     "batch_tokens": 1024,
-    "epochs": 6,
+    "epochs": 5,
     "lr": 1e-2,
     "eval_share": 0.1,
     "eval_every": 1000,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eyas.config import ExportConfig
 from eyas.errors import ConfigError, IntegrityError, first_line
-from eyas.export.documents import Texts, of_questions
+from eyas.export.documents import Answers, Texts
 from eyas.export.engines import TESTED, TITLES, layers_read, loads, named_ids, shape_faults
 from eyas.export.evidence import FEWEST, Drafter, measure
 from eyas.export.findings import CheckReport
@@ -354,7 +354,7 @@ def _check_acceptance(
             report.leave_open("acceptance", f"{what} in names", hint)
         return
     say(f"answering questions of {cfg.questions} by {subject.target.model}, to draft on")
-    texts = of_questions(cfg.questions, subject.target, checkpoint.config.aux_layers, cfg)
+    texts = Answers.to(cfg.questions, subject.target, cfg).with_states(checkpoint.config.aux_layers)
     judge_acceptance(checkpoint, subject.target, texts, report)
 
 

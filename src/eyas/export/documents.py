@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from eyas.config import ExportConfig
 from eyas.data.template import Template
 from eyas.errors import ConfigError
+from eyas.export.evidence import SHIFTS
 from eyas.export.replay import Document
 from eyas.extract.hf import hidden_states, load_model
 from eyas.store.documents import read_store_info
@@ -113,38 +114,57 @@ def _of_sample(sample: Sample, head: Head, gain: Tensor | None) -> Document:
 # --- by the target ----------------------------------------------------------------------------------------------------
 
 
-def of_questions(path: Path, target: Target, layers: Sequence[int], cfg: ExportConfig) -> Texts:
-    """The target's greedy answers to the first turns of questions, with its states.
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The target's greedy answers, and the target to take states from.
 
-    Args:
-        path: question.jsonl in EAGLE's layout: `turns` is a list of texts.
-        target: is loaded by transformers.
-        layers: whose outputs the drafter is given.
-        cfg: how many, how long, on what device.
-
-    Raises:
-        ConfigError: the file. EngineError: the target cannot be loaded.
+    Attributes:
+        target: the checkpoint. model: as transformers loaded it.
+        texts: token ids of question and answer, and where the answer starts.
     """
-    prompts = read_questions(path, cfg.documents)
-    template = Template.load(target.model, trust_remote_code=target.trust_remote_code)
-    model = load_model(target, cfg.device, cfg.target_dtype)
-    shifts = {"its ids are one too high": -1, "its ids are one too low": 1}
-    shifts = {name: by for name, by in shifts.items() if layers[-1] + by < target.num_layers}
-    documents: list[Document] = []
-    others: dict[str, list[Document]] = {name: [] for name in shifts}
-    for prompt in prompts:
-        ids = template.prompt_ids([{"role": "user", "content": prompt}])
-        tokens = _answered(model, ids, template.end_ids, cfg.answer_tokens)
-        if len(tokens) < len(ids) + 2:  # nothing is drafted from such an answer
-            continue
-        wanted = {layer + by for layer in layers for by in (0, *shifts.values())} | {target.num_layers - 1}
-        states, last = hidden_states(model, tokens, sorted(wanted))
-        plain = _answer(model, tokens, len(ids), states[target.num_layers - 1], last)
-        documents.append(plain(_aux(states, layers)))
-        for name, by in shifts.items():
-            others[name].append(plain(_aux(states, [layer + by for layer in layers])))
-    dtype = {torch.float32: "f32", torch.float16: "f16"}.get(model.dtype, "bf16")
-    return Texts(documents, f"the target's answers to {len(documents)} questions", dtype, True, others)
+
+    target: Target
+    model: PreTrainedModel
+    texts: tuple[tuple[tuple[int, ...], int], ...]
+
+    @classmethod
+    def to(cls, path: Path, target: Target, cfg: ExportConfig) -> Self:
+        """Answer the first turns of questions.
+
+        Args:
+            path: question.jsonl in EAGLE's layout: `turns` is a list of texts.
+            target: is loaded by transformers.
+            cfg: how many, how long, on what device.
+
+        Raises:
+            ConfigError: the file. EngineError: the target cannot be loaded.
+        """
+        prompts = read_questions(path, cfg.documents)
+        template = Template.load(target.model, trust_remote_code=target.trust_remote_code)
+        model = load_model(target, cfg.device, cfg.target_dtype)
+        texts = []
+        for prompt in prompts:
+            ids = template.prompt_ids([{"role": "user", "content": prompt}])
+            tokens = _answered(model, ids, template.end_ids, cfg.answer_tokens)
+            if len(tokens) >= len(ids) + 2:  # nothing is drafted from a shorter answer
+                texts.append((tuple(tokens), len(ids)))
+        return cls(target, model, tuple(texts))
+
+    def with_states(self, layers: Sequence[int]) -> Texts:
+        """The texts with the states of these layers, and of their neighbours as alternatives."""
+        count = self.target.num_layers
+        shifts = {name: by for name, by in SHIFTS.items() if layers[-1] + by < count}
+        wanted = sorted({layer + by for layer in layers for by in (0, *shifts.values())} | {count - 1})
+        documents: list[Document] = []
+        others: dict[str, list[Document]] = {name: [] for name in shifts}
+        for tokens, start in self.texts:
+            states, last = hidden_states(self.model, tokens, wanted)
+            plain = _answer(self.model, tokens, start, states[count - 1], last)
+            documents.append(plain(_aux(states, layers)))
+            for name, by in shifts.items():
+                others[name].append(plain(_aux(states, [layer + by for layer in layers])))
+        dtype = {torch.float32: "f32", torch.float16: "f16"}.get(self.model.dtype, "bf16")
+        return Texts(documents, f"the target's answers to {len(documents)} questions", dtype, True, others)
 
 
 def read_questions(path: Path, limit: int) -> list[str]:

@@ -21,7 +21,7 @@ from eyas.disk import fsync_dir
 from eyas.errors import ConfigError, EyasError
 from eyas.export.card import CARD, CardFacts, card
 from eyas.export.check import check_draft, drafter_of, embeddings_for, judge_acceptance
-from eyas.export.documents import Texts, of_questions, of_store
+from eyas.export.documents import Answers, Texts, of_store
 from eyas.export.evidence import FEWEST
 from eyas.export.findings import CheckReport
 from eyas.export.probe import PROBE, Probe
@@ -167,7 +167,7 @@ def _texts(
     layers = checkpoint.config.aux_layers
     if cfg.questions is not None:
         say(f"answering questions of {cfg.questions} by {target.model}")
-        return of_questions(cfg.questions, target, layers, cfg), ""
+        return Answers.to(cfg.questions, target, cfg).with_states(layers), ""
     store = cfg.store or (run.store if run else None)
     if store is None:
         return None, "no store and no questions to try it on, so no probe goes with it"
