@@ -125,6 +125,13 @@ def write_evaluation(folder: Path, name: str, document: Any) -> None:
     (folder / f"evaluation-{name}.json").write_text(json.dumps(document))
 
 
+def write_check(folder: Path, tensors: str, refused: int = 0) -> None:
+    """What `eyas export --check` found, as the demo keeps it."""
+    lines = [["names", "passed      15 tensors"], ["states", "not proven  no target"], ["verdict", "passed"]]
+    found = {"tensors": tensors, "refused": refused, "unproven": 1, "lines": lines, "command": "eyas export --check"}
+    (folder / "check.json").write_text(json.dumps(found))
+
+
 def make_whole(folder: Path) -> Path:
     """A run with all its parts."""
     corpus = make_corpus(folder / "corpus")
@@ -136,7 +143,9 @@ def make_whole(folder: Path) -> Path:
     exported.mkdir()
     (exported / "model.safetensors").write_bytes(b"\0" * 64)
     config = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 8, "draft_vocab_size": 64, "vocab_size": 1000}
-    ours = {"aux_layers": [1, 3, 4], "target": "f" * 32}
+    record = {"tensors": "7e", "spec_id": "61ab", "target": {"name": "made-up"}}
+    ours = {"aux_layers": [1, 3, 4], "target": "f" * 32, "export": record}
+    write_check(folder, "7e")
     (exported / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "eyas": ours}))
     return folder
 

@@ -175,12 +175,12 @@ def test_evaluations_are_read_in_the_order_of_how_they_were_measured(tmp_path: P
         ("live, vllm", "all", 1), ("live, vllm", "all", 4), ("live, vllm", "math", 1), ("live, vllm", "writing", 1),
     ]  # fmt: skip
     row = found.rows[0]
-    assert (row.length, row.low, row.high, row.by_position, row.depth) == (
+    assert (row.length, row.low, row.high, row.by_position, row.plan) == (
         2,
         1.9,
         2.2,
         (0.6, 0.5, 0.4),
-        "3, top 4 (12 tokens)",
+        "depth 3, top 4 (12 tokens)",
     )
     assert found.commands == ["eyas evaluate run/draft --live", "eyas evaluate run/draft --offline-decoded"]
 
@@ -217,3 +217,15 @@ def test_the_example_in_the_documentation_is_read(tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     (row, *_) = read_evaluations((path,)).whole()
     assert (row.benchmark, row.head, row.prompts, row.prompts_digest) == ("mt_bench", "run/draft", 10, "91d2")
+
+
+def test_plans_of_one_way_are_told_apart_and_servers_without_drafts_are_no_drafters(tmp_path: Path) -> None:
+    write_evaluation(tmp_path, "a", evaluation("live", "vllm"))
+    write_evaluation(tmp_path, "b", evaluation("live", "vllm", depth=5, sampling={"temperature": 0.7}))
+    write_evaluation(tmp_path, "c", evaluation("live", "vllm", depth=0, head="", head_digest=""))
+    write_evaluation(tmp_path, "d", evaluation("offline-decoded", "transformers", notes=["one row was too long", 3]))
+    found = read_evaluations(tuple(sorted(tmp_path.glob("*.json"))))
+    sources = list(dict.fromkeys(row.source for row in found.rows))
+    assert sources == ["decoded", "live, vllm, depth 3", "live, vllm, depth 5, temperature 0.7"]
+    assert {row.head for row in found.plain} == {""}
+    assert found.notes == ["one row was too long"]

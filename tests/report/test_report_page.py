@@ -16,6 +16,7 @@ from report_runs import (
     make_store,
     make_training,
     verified,
+    write_check,
     write_evaluation,
     write_log,
 )
@@ -66,7 +67,16 @@ def test_a_whole_run_has_every_section_and_nothing_is_missing(whole_run: Path, t
     )  # fmt: skip
     assert missing(summary) == ["a comparison of the states with the model"]
     assert summary.problems == ()
-    for said in ("60 rows", "fake", "2.00 (1.90 to 2.20)", "1.80 times", "vllm 9.9", "+0.0%", "eyas verify"):
+    for said in (
+        "60 rows",
+        "fake",
+        "2.00 (1.90 to 2.20)",
+        "1.80 times",
+        "vllm 9.9",
+        "+0.0%",
+        "eyas verify",
+        "15 tensors",
+    ):
         assert said in page.text, said
     assert page.tags.count("figure") == 17
 
@@ -192,6 +202,30 @@ def test_evaluations_of_two_drafters_are_told_apart(whole_run: Path, tmp_path: P
     summary, page = drawn(run, tmp_path / "page.html")
     assert any("2 different drafters" in problem for problem in summary.problems)
     assert "not comparable" in page.text
+
+
+def test_a_server_without_drafts_is_set_beside_the_one_with(whole_run: Path, tmp_path: Path) -> None:
+    run = copied(whole_run, tmp_path / "run")
+    plain = evaluation("live", "vllm", depth=0, head="", head_digest="")
+    rows = [{**row, "accept_length": 1.0, "tokens_per_s": 77.7, "speedup": None} for row in plain["results"]]
+    write_evaluation(run, "plain", {**plain, "results": rows})
+    summary, page = drawn(run, tmp_path / "page.html")
+    assert summary.problems == ()
+    assert page.text.count("77.7") >= 2
+    assert "vllm, mt_bench, without drafts" in page.text
+    assert "1.00 (1.90" not in page.text
+
+
+def test_a_check_of_other_weights_is_no_check(whole_run: Path, tmp_path: Path) -> None:
+    run = copied(whole_run, tmp_path / "run")
+    write_check(run, "other")
+    summary, page = drawn(run, tmp_path / "page.html")
+    assert "a check of the exported folder" in missing(summary)
+    assert "15 tensors" not in page.text
+    write_check(run, "7e", refused=1)
+    summary, page = drawn(run, tmp_path / "page.html")
+    assert any("The exported folder is refused" in problem for problem in summary.problems)
+    assert "15 tensors" in page.text
 
 
 def test_a_training_that_stopped_goes_on_with_its_command(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def evaluation_section(places: Places, found: Evaluations) -> Section:
     whole = _single(found.whole())
     if not any(row.mode != LIVE for row in whole):
         head = places.quoted("exported" if places.exported else "train")
-        command = f"eyas evaluate {head} --questions question.jsonl"
+        command = f"eyas evaluate {head} --questions question.jsonl --target TARGET"
         section.missing.append(Missing("an offline evaluation", "", command))
     if not whole:
         return section
@@ -35,7 +35,7 @@ def evaluation_section(places: Places, found: Evaluations) -> Section:
     decoded = [row for row in whole if row.mode == "offline-decoded"] or [row for row in whole if row.mode != LIVE]
     if decoded:
         best = max(decoded, key=lambda row: row.prompts or 0.0)
-        note = f"tokens a cycle; {best.benchmark}, depth {best.depth}"
+        note = f"tokens a cycle; {best.benchmark}, {best.plan}"
         section.keys.append(Key(f"acceptance, {best.source.split()[0]}", number(best.length, 2), note))
     return section
 
@@ -46,8 +46,9 @@ def _facts(section: Section, found: Evaluations) -> None:
         section.problems.append(f"These evaluations are of {len(heads):,} different drafters; the table says which.")
     section.facts += [
         ("drafter", ", ".join(dict.fromkeys(row.head for row in found.rows))),
-        ("measured", ", ".join(found.dates) or "not known"),
-        *(("sampling", text) for text in dict.fromkeys(text for _, text in found.sampling) if text),
+        ("measured", ", ".join(dict.fromkeys(date[:10] for date in found.dates)) or "not known"),
+        *(("sampling", text) for text in found.sampling),
+        *(("note", text) for text in found.notes),
     ]
 
 
@@ -69,6 +70,8 @@ def _figures(section: Section, found: Evaluations, whole: Sequence[Measured]) ->
         section.draw(title, chart, note + same)
         rows = [row for row in _single(found.rows) if row.benchmark == benchmark and row.category != ALL]
         categories = sorted({row.category for row in rows})
+        if len(categories) < 2:
+            continue  # it would only say the same again
         of_category = {(row.category, row.source): row for row in rows}
         chart = _lengths("category", categories, sources, of_category)
         section.draw(f"Acceptance length by category, {shortened(benchmark, 30)}", chart)
@@ -110,7 +113,7 @@ def _acceptance(rows: Sequence[Measured]) -> Table:
             row.benchmark,
             row.category,
             row.source,
-            row.depth,
+            row.plan,
             number(row.prompts),
             interval(row.length, row.low, row.high),
             *(share(row.by_position[k]) if k < len(row.by_position) else "-" for k in range(most)),
@@ -119,7 +122,7 @@ def _acceptance(rows: Sequence[Measured]) -> Table:
         for row in rows[:_ROWS]
     ]
     positions = [f"position {k + 1}" for k in range(most)]
-    head = ("benchmark", "category", "measured", "depth", "prompts", "tokens a cycle (95 %)", *positions, "drafter")
+    head = ("benchmark", "category", "measured", "drafts", "prompts", "tokens a cycle (95 %)", *positions, "drafter")
     note = f"and {len(rows) - len(body):,} more rows in the files" if len(rows) > len(body) else ""
     return Table("Acceptance", head, body, frozenset(range(4, 6 + most)), note)
 
@@ -132,7 +135,8 @@ def live_section(places: Places, found: Evaluations) -> Section:
     section = Section("live", "Live serving")
     rows = found.whole(LIVE)
     if not rows:
-        command = f"eyas evaluate {places.quoted('exported')} --server http://localhost:30000"
+        server = "--server http://localhost:30000 --baseline-server http://localhost:30001"
+        command = f"eyas evaluate {places.quoted('exported')} --questions question.jsonl --target TARGET {server}"
         section.missing.append(Missing("a live measurement", "no server was asked", command))
         return section
     for title, key, label, note in (
@@ -140,13 +144,13 @@ def live_section(places: Places, found: Evaluations) -> Section:
             "Speed-up",
             "speedup",
             "times as fast",
-            "Output tokens/s over those of the same server without drafts.",
+            "Output tokens/s over those of the same engine without drafts.",
         ),
-        ("Output speed", "tokens_per_s", "tokens/s", "All requests together, with drafts."),
-        ("Time to first token", "ttft_ms", "ms", "With drafts."),
+        ("Output speed", "tokens_per_s", "tokens/s", "All requests together."),
+        ("Time to first token", "ttft_ms", "ms", ""),
     ):
-        section.draw(title, _by_concurrency(title, key, label, rows), note)
-    section.tables.append(_speeds(rows))
+        section.draw(title, _by_concurrency(title, key, label, rows, found.plain), note)
+    section.tables.append(_speeds(rows, found.plain))
     if beside := _beside(_single(rows), [row for row in found.whole() if row.mode != LIVE]):
         head = (
             "benchmark",
@@ -157,7 +161,7 @@ def live_section(places: Places, found: Evaluations) -> Section:
             "offline, tokens a cycle",
             "difference",
         )
-        note = "Only what was asked with the same prompts is compared."
+        note = "Compared is what was asked with the same prompts and drafts."
         section.tables.append(Table("Live beside offline", head, beside, frozenset({4, 5, 6}), note))
     quick = max(rows, key=lambda row: row.speedup or 0.0)
     if quick.speedup:
@@ -168,38 +172,55 @@ def live_section(places: Places, found: Evaluations) -> Section:
     return section
 
 
-def _by_concurrency(title: str, key: str, label: str, rows: Sequence[Measured]) -> Chart | None:
+def _by_concurrency(
+    title: str, key: str, label: str, rows: Sequence[Measured], plain: Sequence[Measured]
+) -> Chart | None:
     """Lines where several concurrencies were measured, else bars."""
-    known = [row for row in rows if getattr(row, key) is not None and row.concurrency]
-    names = list(dict.fromkeys(f"{row.engine}, {row.benchmark}" for row in known))
-    of = {name: [row for row in known if f"{row.engine}, {row.benchmark}" == name] for name in names}
-    if len({row.concurrency for row in known}) > 1:
+    of: dict[str, list[Measured]] = {}
+    for row in [*rows, *plain]:
+        if getattr(row, key) is not None and row.concurrency and row.category == ALL:
+            name = f"{row.source.removeprefix('live, ')}, {row.benchmark}{'' if row in rows else ', without drafts'}"
+            of.setdefault(name, []).append(row)
+    if len({row.concurrency for some in of.values() for row in some}) > 1:
         lines = [
             Line(name, [row.concurrency or 0.0 for row in some], [getattr(row, key) for row in some])
             for name, some in of.items()
         ]
         x = Axis("requests at a time", log=True)
         return line_chart(f"{title} by requests at a time", lines, x, Axis(label, zero=True))
-    return bar_chart(
-        title, names, [Bars(label, [getattr(some[0], key) for some in of.values()])], Axis(label, zero=True)
-    )
+    bars = [Bars(label, [getattr(some[0], key) for some in of.values()])]
+    return bar_chart(title, list(of), bars, Axis(label, zero=True))
 
 
-def _speeds(rows: Sequence[Measured]) -> Table:
-    body = [
-        (
-            row.engine,
-            row.benchmark,
-            number(row.concurrency),
-            number(row.tokens_per_s, 1),
-            number(row.speedup, 2),
-            number(row.ttft_ms, 1),
-            interval(row.length, row.low, row.high),
+def _speeds(rows: Sequence[Measured], plain: Sequence[Measured]) -> Table:
+    without = {
+        (one.engine, one.benchmark, one.prompts_digest, one.concurrency): one for one in plain if one.category == ALL
+    }
+    body = []
+    for row in rows:
+        beside = without.get((row.engine, row.benchmark, row.prompts_digest, row.concurrency))
+        body.append(
+            (
+                row.source.removeprefix("live, "),
+                row.benchmark,
+                number(row.concurrency),
+                number(row.tokens_per_s, 1),
+                number(beside and beside.tokens_per_s, 1),
+                number(row.speedup, 2),
+                number(row.ttft_ms, 1),
+                interval(row.length, row.low, row.high),
+            )
         )
-        for row in rows
-    ]
-    head = ("engine", "benchmark", "at a time", "tokens/s", "speed-up", "first token, ms", "tokens a cycle (95 %)")
-    return Table("Speed", head, body, frozenset({2, 3, 4, 5, 6}))
+    head = (
+        "server", "benchmark", "at a time", "tokens/s", "without drafts", "speed-up", "first token, ms",
+        "tokens a cycle (95 %)",
+    )  # fmt: skip
+    return Table("Speed", head, body, frozenset(range(2, 8)))
+
+
+def _asked(row: Measured) -> tuple[object, ...]:
+    """What a server was asked, and how."""
+    return row.engine, row.benchmark, row.prompts_digest, row.concurrency
 
 
 def _beside(live: Sequence[Measured], offline: Sequence[Measured]) -> list[tuple[str, ...]]:
@@ -209,7 +230,8 @@ def _beside(live: Sequence[Measured], offline: Sequence[Measured]) -> list[tuple
             if other.benchmark != one.benchmark or one.length is None or not other.length:
                 continue
             same = bool(one.prompts_digest) and one.prompts_digest == other.prompts_digest
-            difference = f"{one.length / other.length - 1:+.1%}" if same else "not comparable"
+            alike = same and one.plan == other.plan
+            difference = f"{one.length / other.length - 1:+.1%}" if alike else "not comparable"
             prompts = "the same" if same else "others"
             lengths = (number(one.length, 3), number(other.length, 3))
             rows.append((one.benchmark, one.engine, other.source, prompts, *lengths, difference))

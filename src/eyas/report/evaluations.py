@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ class Measured:
     """One row of an evaluation: a category at a concurrency.
 
     Attributes:
+        plan: depth, branches and temperature, for people.
         source: how it was measured, for people: `simulated` on a store, `decoded` in process, `live, vllm`.
         by_position: [depth] conditional shares.
         prompts_digest: rows of different ones do not compare.
@@ -32,7 +33,7 @@ class Measured:
     source: str
     benchmark: str
     category: str
-    depth: str
+    plan: str
     head: str
     head_digest: str
     prompts_digest: str
@@ -50,13 +51,21 @@ class Measured:
 
 @dataclass(slots=True)
 class Evaluations:
-    """All of them. unread: (file, why) of files that are no evaluations."""
+    """All of them.
+
+    Attributes:
+        rows: with a drafter. plain: of servers without one.
+        sampling, notes: what they say of themselves.
+        unread: (file, why) of files that are no evaluations.
+    """
 
     rows: list[Measured] = field(default_factory=list)
+    plain: list[Measured] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     versions: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     dates: list[str] = field(default_factory=list)
-    sampling: list[tuple[str, str]] = field(default_factory=list)
+    sampling: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     unread: list[tuple[str, str]] = field(default_factory=list)
 
     def whole(self, mode: str = "") -> list[Measured]:
@@ -77,17 +86,24 @@ def read_evaluations(files: tuple[Path, ...]) -> Evaluations:
             found.unread.append((path.name, "it is no evaluation"))
             continue
         _add(found, path.name, document)
-    found.rows.sort(
-        key=lambda row: (
-            _ORDER.get(row.mode, 3),
-            row.engine,
-            row.benchmark,
-            row.category != ALL,
-            row.category,
-            row.concurrency or 0,
-        )
-    )
+    found.rows = _told_apart(found.rows)
+    for rows in (found.rows, found.plain):
+        rows.sort(key=_place)
     return found
+
+
+def _place(row: Measured) -> tuple[Any, ...]:
+    """Simulated first, then decoded, then live; a whole benchmark before its categories."""
+    order = _ORDER.get(row.mode, len(_ORDER))
+    return order, row.source, row.benchmark, row.category != ALL, row.category, row.concurrency or 0.0
+
+
+def _told_apart(rows: list[Measured]) -> list[Measured]:
+    """Where one way of measuring was used with several plans, the plan is part of its name."""
+    plans: dict[str, set[str]] = {}
+    for row in rows:
+        plans.setdefault(row.source, set()).add(row.plan)
+    return [replace(row, source=f"{row.source}, {row.plan}") if len(plans[row.source]) > 1 else row for row in rows]
 
 
 def _add(found: Evaluations, name: str, document: Mapping[str, Any]) -> None:
@@ -97,13 +113,21 @@ def _add(found: Evaluations, name: str, document: Mapping[str, Any]) -> None:
         return
     mode, engine = read_text(document, "mode"), read_text(document, "engine")
     source = _NAMES.get(mode, mode) + (f", {engine}" if mode == LIVE and engine else "")
-    for row in rows:
-        found.rows.append(_measured(row, document, name, source))
-    for text, into in (("command", found.commands), ("date", found.dates)):
-        if (said := read_text(document, text)) and said not in into:
-            into.append(said)
-    sampling = ", ".join(f"{key} {value}" for key, value in read_object(document, "sampling").items())
-    found.sampling.append((name, sampling))
+    measured = [_measured(row, document, name, source) for row in rows]
+    if mode == LIVE and read_number(document, "depth") == 0:
+        found.plain += measured
+    else:
+        found.rows += measured
+    chosen = read_object(document, "sampling")
+    sampling = ", ".join(f"{key} {value}" for key, value in chosen.items() if value is not None and value is not False)
+    notes = [text for text in read_list(document, "notes") if isinstance(text, str)]
+    for told, into in (
+        ([read_text(document, "command")], found.commands),
+        ([read_text(document, "date")], found.dates),
+        ([sampling], found.sampling),
+        (notes, found.notes),
+    ):
+        into += [text for text in told if text and text not in into]
     versions = read_object(document, "versions")
     found.versions.append((f"evaluation, {source}", {key: read_text(versions, key) for key in versions}))
 
@@ -117,7 +141,7 @@ def _measured(row: Mapping[str, Any], document: Mapping[str, Any], name: str, so
         source=source,
         benchmark=read_text(document, "benchmark", "unnamed"),
         category=read_text(row, "category", ALL),
-        depth=_depth(document),
+        plan=_plan(document),
         head=read_text(document, "head"),
         head_digest=read_text(document, "head_digest"),
         prompts_digest=read_text(document, "prompts_digest"),
@@ -134,9 +158,10 @@ def _measured(row: Mapping[str, Any], document: Mapping[str, Any], name: str, so
     )
 
 
-def _depth(document: Mapping[str, Any]) -> str:
-    """`3`, or for a tree `3, top 4 (12 tokens)`."""
-    depth, topk = read_text(document, "depth"), read_number(document, "topk")
-    if topk is None or topk == 1:
-        return depth
-    return f"{depth}, top {topk:.0f} ({read_text(document, 'draft_tokens')} tokens)"
+def _plan(document: Mapping[str, Any]) -> str:
+    """`depth 3`; of a tree `depth 3, top 4 (12 tokens)`; and a temperature."""
+    text, topk = f"depth {read_text(document, 'depth', 'unknown')}", read_number(document, "topk")
+    if topk is not None and topk != 1:
+        text += f", top {topk:.0f} ({read_text(document, 'draft_tokens')} tokens)"
+    temperature = read_number(read_object(document, "sampling"), "temperature")
+    return f"{text}, temperature {temperature:g}" if temperature else text

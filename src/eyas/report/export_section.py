@@ -68,7 +68,9 @@ def _check(section: Section, path: Path, tensors: str, command: str) -> None:
         section.problems.append("The exported folder is refused: servers would not serve it as it was trained.")
     note = f"{unproven:,.0f} parts not proven" if unproven else "by the rules of SGLang and vLLM"
     section.keys.append(Key("exported folder", "refused" if refused != 0 else "passed", note, refused == 0))
-    lines = [pair for pair in read_list(found, "lines") if isinstance(pair, list) and len(pair) == 2]
-    section.tables.append(
-        Table("What eyas export --check found", ("part", "finding"), [(*map(str, pair),) for pair in lines])
-    )
+    rows = []
+    for pair in read_list(found, "lines"):
+        if isinstance(pair, list) and len(pair) == 2:
+            verdict, _, text = str(pair[1]).partition("  ")
+            rows.append((str(pair[0]), verdict, text.strip()))
+    section.tables.append(Table("What eyas export --check found", ("part", "verdict", "why"), rows))

@@ -36,7 +36,9 @@ def store_section(places: Places) -> Section:
         return section
     try:
         info = read_store_info(places.store)
-        section.facts += [("target" if name == "model" else name, text) for name, text in describe_store(places.store)]
+        section.facts += [
+            ("target's fingerprint" if name == "model" else name, text) for name, text in describe_store(places.store)
+        ]
         _shards(section, places, info)
     except EyasError as error:
         section.problems.append(f"The store is not in order: {error}.")
