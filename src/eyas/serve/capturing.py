@@ -17,14 +17,8 @@ from typing import Any, Final
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from eyas.capture.contract import (
-    DTYPES,
-    LAST_MODES,
-    SETTINGS_ENV,
-    WRITER_MODES,
-    ServerSettings,
-    default_layers,
-)
+from eyas.capture.contract import DTYPES, LAST_MODES, default_layers
+from eyas.capture.settings import SETTINGS_ENV, WRITER_MODES, ServerSettings
 from eyas.errors import ConfigError
 from eyas.serve.command import LOOPBACK, SOME_PYTHON, ServeCommand, exposure, option_of
 
