@@ -186,6 +186,7 @@ def test_inputs_that_do_not_belong_together_are_refused(tiny: Tiny, questions: P
     refused("cannot read the questions", questions=tmp_path / "nowhere.jsonl")
     shutil.copytree(tiny.run / "draft", tmp_path / "copy")
     refused("which target", questions=questions, draft=tmp_path / "copy")
+    refused("no drafter there", store=tiny.store, draft=tiny.store)
     refused("no such folder or hub", questions=questions, draft=tmp_path / "nowhere", target=str(tiny.model))
 
 

@@ -38,10 +38,17 @@ class Head:
 
     @classmethod
     def find(cls, name: str) -> Self:
-        """A drafter by its folder, its run's folder, or its hub id."""
+        """A drafter by its folder, its run's folder, or its hub id.
+
+        Raises:
+            ConfigError: a folder that is none of these.
+        """
         folder = Path(name)
         if (folder / DRAFT / CONFIG_FILE).is_file() and not (folder / CONFIG_FILE).is_file():
             folder = folder / DRAFT
+        if folder.exists() and not (folder / CONFIG_FILE).is_file():
+            hint = "name the folder of a drafter, or that of the run which trained it"
+            raise ConfigError(f"no drafter there: it has no {CONFIG_FILE}", folder, hint)
         run = folder.absolute().parent
         if not (folder.is_dir() and folder.absolute().name == DRAFT and (run / EVENTS_DIR).is_dir()):
             return cls(name, str(folder) if folder.is_dir() else name, None, {})
