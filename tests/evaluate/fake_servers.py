@@ -44,7 +44,7 @@ class FakeServer(httpx.AsyncBaseTransport):
         told: vLLM tells the cycles of each reply (--per-request-spec-decode-metrics).
         increments: SGLang sends what is new, not the answer so far.
         lag: how often /metrics is read before it knows of a reply.
-        dies_after: answers before it is gone.
+        dies_after: answers before it is gone. falls_silent: its replies end without their last word.
         hook: called with each request's body, and may change what it is answered with by raising or returning a reply.
         asked: bodies of all requests for answers.
         busy: requests of others at work. foreign: (requests, prompt tokens, tokens) of others, added to each answer.
@@ -60,6 +60,7 @@ class FakeServer(httpx.AsyncBaseTransport):
     increments: bool = False
     lag: int = 0
     dies_after: int | None = None
+    falls_silent: bool = False
     metrics: bool = True
     busy: int = 0
     foreign: tuple[int, int, int] = (0, 0, 0)
@@ -215,7 +216,8 @@ class _Events(httpx.AsyncByteStream):
                 raise httpx.ReadError("reset")
         finally:
             server._at_work -= 1
-        yield b"data: [DONE]\n\n"
+        if not server.falls_silent:
+            yield b"data: [DONE]\n\n"
 
 
 def _pieces(tokens: list[int], drafts: list[int]) -> list[list[int]]:

@@ -319,6 +319,7 @@ def _with(server: FakeServer, make: Callable[[FakeServer], Any]) -> FakeServer:
     [
         (FakeServer("vllm", dies_after=3), "broke off an answer"),
         (FakeServer("sglang", dies_after=3), "broke off an answer"),
+        (FakeServer("sglang", falls_silent=True), "ends without a last word"),
         (FakeServer("vllm", metrics=False), "counters are missing"),
         (FakeServer("vllm", depth=0), "does not speculate"),
         (FakeServer("sglang", depth=0), "does not speculate"),
