@@ -79,8 +79,7 @@ def of_store(store: Path, target: Target, cfg: ExportConfig, held_out: float, lo
         for _ in batches:
             if len(kept) >= cfg.documents:
                 break
-    head, gain = Head.load(target), final_gain(target)
-    documents = [_of_sample(sample, head, gain) for sample in kept[: cfg.documents]]
+    documents = _of_samples(kept[: cfg.documents], Head.load(target), final_gain(target))
     kind = "rows held out of training" if held_out else "rows of the store"
     return Texts(documents, f"{len(documents)} {kind}", info.spec.dtype, held_out > 0)
 
@@ -100,14 +99,23 @@ def _copied(sample: Sample, answer: int) -> Sample:
     )
 
 
-def _of_sample(sample: Sample, head: Head, gain: Tensor | None) -> Document:
-    best, before = (torch.full((len(sample.tokens),), -1) for _ in range(2))
-    best[sample.last_index] = head.best(sample.last)
-    last = sample.last.new_zeros(len(sample.tokens), sample.last.shape[1])
-    last[sample.last_index] = sample.last
+def _of_samples(samples: Sequence[Sample], head: Head, gain: Tensor | None) -> list[Document]:
+    if not samples:
+        return []
+    last, counts = torch.cat([sample.last for sample in samples]), [len(sample.last) for sample in samples]
+    best = head.best(last).split(counts)
+    before = [torch.full((count,), -1) for count in counts]
     if gain is not None and bool((gain != 0).all()):
         # RMS scales a state as a whole, which changes no argmax: less the gain it is the state before the norm.
-        before[sample.last_index] = head.best(sample.last.float() / gain)
+        before = head.best(last.float() / gain).split(counts)
+    return [_of_sample(*parts) for parts in zip(samples, best, before, strict=True)]
+
+
+def _of_sample(sample: Sample, best_L: Tensor, before_L: Tensor) -> Document:
+    best, before = (torch.full((len(sample.tokens),), -1) for _ in range(2))
+    last = sample.last.new_zeros(len(sample.tokens), sample.last.shape[1])
+    for whole, part in ((best, best_L), (before, before_L), (last, sample.last)):
+        whole[sample.last_index] = part
     return Document(sample.tokens, sample.loss_mask, sample.aux, last, best, before)
 
 
