@@ -365,6 +365,7 @@ def test_what_the_server_without_speculation_gave_outlives_the_other_ones_death(
 def test_another_drafter_is_refused_where_the_server_tells(world: World, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
+    (other / "config.json").write_text("{}")
     (other / "model.safetensors").write_bytes(b"other weights")
     with pytest.raises(ConfigError, match="another drafter"):
         world.run(FakeServer("sglang", draft=str(other)))

@@ -37,6 +37,7 @@ from eyas.evaluate.vllm import VllmServer
 from eyas.extract.http import json_object
 from eyas.signals import StopSignals
 from eyas.target.checkpoint import Target
+from eyas.train.checkpoint_format import CONFIG_FILE
 
 _URL: Final = ("http://", "https://")
 _SECRET: Final = re.compile(r"(?<=://)[^/@\s]+@")  # user and password of a URL
@@ -310,7 +311,7 @@ def _check_head(server: ServedModel, setting: _Setting) -> list[str]:
     notes: list[str] = []
     if not server.draft:
         notes.append("the server does not tell which drafter it runs")
-    elif Path(server.draft).is_dir():
+    elif (Path(server.draft) / CONFIG_FILE).is_file():
         theirs, ours = Head.find(server.draft).digest(), setting.head.digest()
         if theirs and ours and theirs != ours:
             hint = f"its weights are not those of {setting.head.model}: start the server with this one"
