@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,6 @@ from eyas.config import EvaluateConfig, ExportConfig, TrainConfig
 from eyas.evaluate.head import Head
 from eyas.evaluate.run import evaluate
 from eyas.export.check import check_draft
-from eyas.export.findings import CheckReport
 from eyas.export.run import export_draft
 from eyas.train.checkpoint_format import CONFIG_FILE, SECTION
 from eyas.train.sampler import is_held_out
@@ -36,24 +35,25 @@ class Worth:
     """What the demo's drafter is worth.
 
     Attributes:
-        check: of the exported folder, passed.
+        exported: the folder.
+        verdict: of its check, which it passed.
         simulated, decoded: tokens a cycle on the store's rows held out, and on their questions answered anew; None
             where nothing was held out.
     """
 
-    check: CheckReport
-    simulated: float | None
-    decoded: float | None
+    exported: Path
+    verdict: str
+    simulated: float | None = None
+    decoded: float | None = None
 
     def lines(self) -> list[tuple[str, str]]:
         """For the closing table."""
-        verdict = next(text for name, text in reversed(self.check.lines()) if name == "verdict")
         told = [
             (name, f"{length:.3f} tokens a cycle on prompts held out")
             for name, length in (("simulated", self.simulated), ("decoded", self.decoded))
             if length is not None
         ]
-        return [*told, ("check", verdict), ("exported", self.check.folder)]
+        return [*told, ("check", self.verdict), ("exported", str(self.exported))]
 
 
 def export_and_measure(
@@ -71,24 +71,47 @@ def export_and_measure(
     Raises:
         IntegrityError: the drafter or its folder is refused. EyasError: as the steps do.
     """
-    exported = out / EXPORTED
-    say("export: the folder that SGLang and vLLM load, held against the rules of both and against the target")
-    export_draft(train, exported, ExportConfig(target=str(model), store=store), force=True, say=say)
-    report = check_draft(exported, ExportConfig(target=str(model)), say=say)
-    (out / CHECK).write_text(json.dumps(_told(report, exported), indent=1) + "\n", encoding="utf-8")
-    report.check()
+    exported, share = out / EXPORTED, training.eval_share
+    worth = Worth(exported, _export(train, exported, store, model, out / CHECK, say))
     digest = Head.find(str(exported)).digest()
     plan: dict[str, Any] = {"target": str(model), "depth": min(3, training.steps), "out": out}
-    share = training.eval_share
     asked = write_questions(answers, out / QUESTIONS, share)
     if not asked:
-        return Worth(report, None, None)
+        return worth
     say("evaluate: cycles as a server would make them, on the states of prompts held out")
     rows = EvaluateConfig(store=store, corpus=corpus, held_out=share, **plan)
     simulated = _accept_length(exported, rows, digest, "offline-simulated")
     say(f"evaluate: {min(asked, _ASKED)} of these prompts answered anew, drafts verified by the target")
     decoding = EvaluateConfig(questions=out / QUESTIONS, limit=_ASKED, max_new_tokens=_ANSWER_TOKENS, **plan)
-    return Worth(report, simulated, _accept_length(exported, decoding, digest, "offline-decoded"))
+    decoded = _accept_length(exported, decoding, digest, "offline-decoded")
+    return replace(worth, simulated=simulated, decoded=decoded)
+
+
+def _export(train: Path, exported: Path, store: Path, model: Path, kept: Path, say: Say) -> str:
+    """Make and check the folder, unless it is of the very same weights and passed already; the verdict."""
+    same = exported.is_dir() and Head.find(str(exported)).digest() == Head.find(str(train)).digest()
+    if same and kept.is_file():
+        known = json.loads(kept.read_text(encoding="utf-8"))
+        if known["tensors"] == _record(exported) and not known["refused"]:
+            return known["lines"][-1][1]
+    say("export: the folder that SGLang and vLLM load, held against the rules of both and against the target")
+    export_draft(train, exported, ExportConfig(target=str(model), store=store), force=True, say=say)
+    report = check_draft(exported, ExportConfig(target=str(model)), say=say)
+    told = {
+        "tensors": _record(exported),
+        "refused": len(report.refused),
+        "unproven": len(report.unproven),
+        "lines": report.lines(),
+    }
+    kept.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    report.check()
+    return report.lines()[-1][1]
+
+
+def _record(exported: Path) -> str:
+    """The digest of the weights by the folder's own record."""
+    config = json.loads((exported / CONFIG_FILE).read_text(encoding="utf-8"))
+    return config[SECTION]["export"]["tensors"]
 
 
 def write_questions(answers: Path, path: Path, share: float) -> int:
@@ -130,15 +153,3 @@ def _command(exported: Path, cfg: EvaluateConfig) -> str:
     for name in sorted(cfg.model_fields_set - {"store", "corpus", "questions", "target"}):
         words += ["--set", f"evaluate.{name}={getattr(cfg, name)}"]
     return shlex.join(words)
-
-
-def _told(report: CheckReport, exported: Path) -> dict[str, Any]:
-    """The check for a report on the run: of which weights, and what was found."""
-    config = json.loads((exported / CONFIG_FILE).read_text(encoding="utf-8"))
-    return {
-        "tensors": config[SECTION]["export"]["tensors"],
-        "refused": len(report.refused),
-        "unproven": len(report.unproven),
-        "lines": report.lines(),
-        "command": shlex.join(["eyas", "export", "--check", str(exported), "--target", "TARGET"]),
-    }

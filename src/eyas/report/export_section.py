@@ -11,7 +11,7 @@ from eyas.report.places import Places
 from eyas.report.sections import Key, Missing, Section, Table
 
 #: What `eyas export --check` found, where somebody kept it beside the folder, as the demo does: `tensors` as in the
-#: folder's own record, `lines` of (name, text), `refused` and `unproven` in numbers, `command`.
+#: folder's own record, `lines` of (name, text), `refused` and `unproven` in numbers.
 CHECK: Final = "check.json"
 
 
