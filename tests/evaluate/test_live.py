@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from rich.console import Console
 from eyas.acceptance import accept_length
 from eyas.config import Config, load
 from eyas.data.template import Template
-from eyas.errors import ConfigError, EngineError, EyasError, IntegrityError
+from eyas.errors import ConfigError, EngineError, EyasError, IntegrityError, Interrupted
 from eyas.evaluate.counters import Cycles
 from eyas.evaluate.live import Live, evaluate_live
 from eyas.evaluate.results import read_evaluation
@@ -373,6 +374,15 @@ def test_another_drafter_is_refused_where_the_server_tells(world: World, tmp_pat
     assert world.run(FakeServer("sglang", draft=str(other))).evaluation.notes == ()
     elsewhere = world.run(FakeServer("sglang", draft="/elsewhere/draft")).evaluation.notes
     assert "whether it is this one is not known" in elsewhere[0]
+
+
+@pytest.mark.parametrize("asked", [1, 4], ids=["warming up", "measuring"])
+def test_ctrl_c_leaves_no_figures(asked: int, world: World) -> None:
+    server = FakeServer()
+    server.hook = lambda _: signal.raise_signal(signal.SIGINT) if len(server.asked) == asked else None
+    with pytest.raises(Interrupted):
+        world.run(server)
+    assert not world.out.exists()
 
 
 @pytest.mark.parametrize("settings", [{"store": "store"}, {"questions": None}])
