@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +29,8 @@ from eyas.extract.hf import load_model
 from eyas.extract.runner import extract
 from eyas.store.reader import StoreReader
 from eyas.target.checkpoint import Target
-from eyas.train.run import train
+from eyas.train.checkpoint_format import CONFIG_FILE
+from eyas.train.run import DRAFT, train
 
 pytestmark = pytest.mark.slow
 
@@ -49,12 +52,27 @@ class Made(NamedTuple):
 
 @pytest.fixture(scope="module")
 def made(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    root, quiet = tmp_path_factory.mktemp("smollm2"), Console(file=io.StringIO())
     template, target = Template.load(str(smollm2_dir)), Target.load(str(smollm2_dir))
     prompts = [template.prompt_ids([{"role": "user", "content": text}]) for text in QUESTIONS]
     model = load_model(target, "cpu", "f32")
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smollm2-head"
+    root.mkdir(exist_ok=True)
+    with (root / "lock").open("w") as lock:  # files of other workers use it too: the first one makes it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / "run" / DRAFT / CONFIG_FILE).is_file():
+            train_head(root, model, target, template.tokenizer_hash, prompts)
+    drafter, _ = load_drafter(Head.find(str(root / "run")), target, torch.device("cpu"), torch.float32)
+    return Made(root, prompts, model, drafter, target)
+
+
+def train_head(
+    root: Path, model: PreTrainedModel, target: Target, tokenizer_hash: str, prompts: list[list[int]]
+) -> None:
+    """`root` with corpus.parquet, store/ and run/."""
+    quiet = Console(file=io.StringIO())
     meta = CorpusMeta(
-        model=str(smollm2_dir), tokenizer_hash=template.tokenizer_hash, template_hash="", vocab_size=target.vocab_size
+        model=str(target.dir), tokenizer_hash=tokenizer_hash, template_hash="", vocab_size=target.vocab_size
     )
     with CorpusWriter(root / "corpus.parquet", meta) as writer:
         for number, (prompt, answer) in enumerate(zip(prompts, answers(model, prompts), strict=True)):
@@ -65,8 +83,6 @@ def made(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     places = {"store": root / "store", "corpus": root / "corpus.parquet", "out": root / "run"}
     free = {"eval_share": 0.0, "lr": 3e-3, "dtype": "f32", "device": "cpu", "readers": 0}
     train(TrainConfig(**settings, **places, **free), console=quiet)
-    drafter, _ = load_drafter(Head.find(str(root / "run")), target, torch.device("cpu"), torch.float32)
-    return Made(root, prompts, model, drafter, target)
 
 
 def answers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
