@@ -76,6 +76,9 @@ def test_each_turn_is_walked_and_a_row_may_begin_with_its_answer(tiny: Tiny) -> 
     mask[:5] = mask[8:11] = 1
     cycles = walk(drafter, with_mask(row, mask), Drafting.of(1))
     assert sum(accepted + 1 for accepted, _ in cycles) >= 3 + 1
+    deep = walk(drafter, with_mask(row, mask), Drafting.of(3))
+    assert deep[0][1] == 3
+    assert deep[-1][1] <= 2, "the last answer has room for two, though the row goes on"
     assert walk(drafter, with_mask(row, torch.zeros_like(mask)), Drafting.of(1)) == []
     single = torch.zeros_like(mask)
     single[6] = 1
