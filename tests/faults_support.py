@@ -200,7 +200,7 @@ def must_be_empty(spool: Path, patience_s: float = 10.0) -> None:
     assert left() == []
 
 
-def wait_until(happened: Callable[[], Any], otherwise: str, patience_s: float = 60.0) -> None:
+def wait_until(happened: Callable[[], Any], otherwise: str, patience_s: float = 180.0) -> None:
     deadline_s = time.monotonic() + patience_s
     while not happened():
         assert time.monotonic() < deadline_s, otherwise
