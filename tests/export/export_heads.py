@@ -26,7 +26,7 @@ from sglang_cpu.models import VOCAB_SIZE, tiny_llama
 
 Raw = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
-ROWS, PROMPT, ANSWER = 400, 6, 24
+ROWS, PROMPT, ANSWER = 360, 6, 24
 SPOKEN = 64  # tokens that the target ever emits: few enough to be learned in seconds
 QUIET = Console(file=io.StringIO())
 TRAINING: dict[str, Any] = {

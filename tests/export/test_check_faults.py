@@ -228,7 +228,7 @@ def test_a_strangers_head_that_is_right(copy: Copy, trying: ExportConfig) -> Non
     report.check()
     found = {finding.name: finding for finding in report.findings}
     assert found["record"].verdict == found["weights"].verdict == Verdict.UNPROVEN
-    assert "none of 8 alternatives does better" in found["acceptance"].text
+    assert "all of 8 alternatives do worse" in found["acceptance"].text
     # Without questions it says what it cannot tell.
     report = check_draft(folder, ExportConfig(target=trying.target))
     report.check()
@@ -254,6 +254,17 @@ def test_a_head_trained_on_states_before_the_final_norm(
     run = make_run(place / "run-before-norm", store, corpus, other, max_steps=40)
     head = foreign(shutil.copytree(run / "draft", place / "before-norm-draft"))
     assert "states before the final norm" in refusal(judged(head, answers))
+
+
+def test_a_head_that_cannot_tell_proves_nothing(copy: Copy, answers: Answers) -> None:
+    """One that hardly listens to the layers is as good on others: that is said, and is no pass."""
+
+    def deaf(held: Tensors) -> Tensors:
+        return held | {"fc.weight": held["fc.weight"] * 1e-6, "midlayer.hidden_norm.weight": torch.zeros(32)}
+
+    report = judged(changed(foreign(copy()), tensors=deaf), answers)
+    assert [finding.verdict for finding in report.findings] == [Verdict.UNPROVEN]
+    assert "cannot tell whether" in report.findings[0].text
 
 
 def test_too_few_texts_prove_nothing(copy: Copy, answers: Answers) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,7 @@ def test_the_model_card(exported: Path, run: Path, target: Path, tmp_path: Path)
     assert "to be stated by the publisher" in text
     assert "--speculative-algorithm EAGLE3 --speculative-draft-model-path path/to/this/folder" in text
     assert """vllm serve target --speculative-config '{"method": "eagle3", "model": "path/to/this/folder",""" in text
-    assert "| corpus | 400 rows, 12,000 tokens, digest `" in text
+    assert "| corpus | 360 rows, 10,800 tokens, digest `" in text
     assert "| held-out rows | all | in training | 3 |" in text
     assert str(target) not in text  # nobody's business
     evaluation: Raw = {
@@ -122,6 +124,19 @@ def test_what_is_no_draft_is_never_replaced(run: Path, tmp_path: Path) -> None:
         export_draft(run, run / "draft", force=True)
     (tmp_path / "empty").mkdir()
     assert export_draft(run, tmp_path / "empty", FEW).folder.is_dir()
+
+
+def test_what_a_killed_export_left(run: Path, exported: Path, tmp_path: Path) -> None:
+    """Killed while it was written, and between the two renames of --force; another process's own stays."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    shutil.copytree(exported, tmp_path / f".out.{gone.pid}.old")
+    for name in (f".out.{gone.pid}.tmp", f".out.{os.getppid()}.tmp", ".out.mine.tmp"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match="--force replaces it"):
+        export_draft(run, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(exported)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.mine.tmp", f".out.{os.getppid()}.tmp"}
 
 
 def test_a_disk_that_takes_nothing(run: Path, tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def test_the_settings() -> None:
         (("{model}", "--out", "{tmp}/out", "--target", "{model}"), 2, "config.json"),
         (("--check", "{draft}", "--out", "{tmp}/out"), 2, "--check makes nothing"),
         (("--check", "{model}"), 2, "name the --target"),
+        (("--check", "{draft}", "--questions", "{tmp}/q.jsonl"), 2, "whose answers"),
         (("--check", "{model}", "--target", "{model}"), 4, "the draft is refused: names"),
         (
             ("--check", "{draft}", "--target", "{model}", "--questions", "{tmp}/none.jsonl"),

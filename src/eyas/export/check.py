@@ -81,6 +81,8 @@ def check_draft(draft: str | Path, cfg: ExportConfig | None = None, *, say: Say 
         EngineError: the target cannot be loaded.
     """
     cfg = cfg or ExportConfig()
+    if cfg.questions is not None and cfg.target is None:
+        raise ConfigError("whose answers?", f"--questions {cfg.questions}", "name the --target")
     report = CheckReport(str(draft))
     subject = _open(draft, cfg, report)
     if subject is None:
@@ -379,11 +381,15 @@ def judge_acceptance(checkpoint: DraftCheckpoint, target: Target, texts: Texts, 
         report.refuse("acceptance", found.faults[0], _hint_for(found.faults[0]))
         return
     served, tried = found.served, len(found.alternatives)
-    best = found.alternatives[0]
     text = (
         f"{served.length:.2f} tokens a cycle of {len(texts.documents)} texts ({served.low:.2f} to {served.high:.2f}); "
-        f"none of {tried} alternatives does better, the best {best.acceptance.length:.2f}"
     )
+    if unclear := found.unclear:
+        also = f" and {len(unclear) - 1} more" if len(unclear) > 1 else ""
+        what = f"{text}no alternative does better, but these texts cannot tell whether {unclear[0]}{also}"
+        report.leave_open("acceptance", what, "more texts tell more: export.documents, export.answer_tokens")
+        return
+    text += f"all of {tried} alternatives do worse"
     if not texts.others:
         text += "; neighbouring layers were not among them"
     report.passed("acceptance", text)

@@ -100,6 +100,11 @@ class Measured:
     before_norm: tuple[int, int]
 
     @property
+    def unclear(self) -> list[str]:
+        """Alternatives that are neither better nor clearly worse: this drafter, on these texts, cannot tell them."""
+        return [other.name for other in self.alternatives if not other.is_better and other.t > -BOUND_T]
+
+    @property
     def faults(self) -> list[str]:
         """What is wrong, in words; empty where nothing is."""
         better = [other for other in self.alternatives if other.is_better]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ def export_draft(
         StoreError: the disk.
     """
     cfg = cfg or ExportConfig()
+    _tidy(out)
     draft, run_folder = find_run(source)
     run = read_run(run_folder) if run_folder is not None else None
     _refuse_place(out, draft, force=force)
@@ -102,7 +104,6 @@ def export_draft(
     part = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
     try:
         _write(part, checkpoint, target, probe, run, cfg)
         checked = check_draft(part, ExportConfig(engines=cfg.engines))
@@ -133,13 +134,13 @@ def _refuse_place(out: Path, draft: str, *, force: bool) -> None:
 
 
 def _target_of(draft: str) -> str | None:
-    """The target that an exported draft names, if it can be found from here."""
+    """The target that an exported draft names, where that is a hub id: of a folder it has the name alone."""
     try:
         section = read_config(Path(draft)).get("eyas") or {}
         name = section["export"]["target"]["name"]
     except (EyasError, KeyError, TypeError):
         return None
-    return name if isinstance(name, str) else None
+    return name if isinstance(name, str) and "/" in name else None
 
 
 def _loaded(draft: str, target: Target, cfg: ExportConfig) -> DraftCheckpoint:
@@ -240,17 +241,28 @@ def _write(
 def _publish(part: Path, out: Path) -> None:
     """Give the folder its name; one that is there steps aside first, and is removed last."""
     old = out.with_name(f".{out.name}.{os.getpid()}.old")
-    shutil.rmtree(old, ignore_errors=True)
     if out.exists():
         out.rename(old)
     try:
         part.rename(out)
-    except OSError:
+    except BaseException:
         if old.exists():
             old.rename(out)
         raise
     fsync_dir(out.absolute().parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _tidy(out: Path) -> None:
+    """Remove what killed exports to this place left half written; one that was on its way out comes back."""
+    for left in out.absolute().parent.glob(f".{out.name}.*.*"):
+        match = re.fullmatch(rf"\.{re.escape(out.name)}\.(\d+)\.(tmp|old)", left.name)
+        if match is None or Path(f"/proc/{match[1]}").exists():
+            continue
+        if match[2] == "old" and not out.exists():
+            left.rename(out)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _public_name(target: Target) -> str:

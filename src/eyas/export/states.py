@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from eyas.compare import Distance, Tolerance, distance, tolerance_for
+from eyas.compare import TOLERANCE, Distance, Tolerance, distance, tolerance_for
 from eyas.config import ExportConfig
 from eyas.export.evidence import Drafter
 from eyas.export.findings import CheckReport
@@ -58,8 +59,11 @@ def compare_states(
     """
     count = target.num_layers
     near = {layer + by for layers in readers.values() for layer in layers for by in (-1, 0, 1)}
-    texts = _recomputed(target, probe, sorted(layer for layer in near if -1 <= layer < count), cfg)
-    tolerance = tolerance_for(probe.dtype, target.is_routed)
+    model = load_model(target, cfg.device, cfg.target_dtype)
+    texts = _recomputed(model, probe, sorted(layer for layer in near if -1 <= layer < count))
+    ran_in = {torch.float32: "f32", torch.float16: "f16"}.get(model.dtype, "bf16")
+    coarsest = max((probe.dtype, ran_in), key=lambda dtype: TOLERANCE[dtype].median)
+    tolerance = tolerance_for(coarsest, target.is_routed)
     for name, read in readers.items():
         for slot, layer in enumerate(read):
             if not _is(texts, slot, layer, len(read), tolerance):
@@ -90,8 +94,7 @@ def compare_states(
     report.passed("states", f"{said}, their neighbours do not; {now:.2f} tokens a cycle, {before:.2f} recorded")
 
 
-def _recomputed(target: Target, probe: Probe, layers: Sequence[int], cfg: ExportConfig) -> list[_Text]:
-    model = load_model(target, cfg.device, cfg.target_dtype)
+def _recomputed(model: PreTrainedModel, probe: Probe, layers: Sequence[int]) -> list[_Text]:
     head: Any = model.get_output_embeddings()
     texts = []
     for document in probe.documents:
