@@ -219,6 +219,18 @@ def test_an_earlier_run_takes_the_second_servers_place(engine: str, world: World
     assert again.evaluation.notes[-1].startswith("5 of 5 answers")
 
 
+def test_one_server_after_another(world: World) -> None:
+    """Where there is one GPU: first without a drafter, alone, then with it."""
+    cfg, quiet = world.config(baseline_server="http://plain:8000"), Console(file=io.StringIO())
+    net = Net({"plain": FakeServer(depth=0)})
+    first = evaluate_live(world.head, cfg, console=quiet, transport=net)
+    assert first.path.name == "evaluation-toy-vllm-live-d0.json" and first.plain is None
+    done = world.run(FakeServer(), str(first.path))
+    assert all(one.speedup for one in done.evaluation.results)
+    with pytest.raises(ConfigError, match="drafts 3 tokens a cycle"):
+        evaluate_live(world.head, cfg, console=quiet, transport=Net({"plain": FakeServer()}))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

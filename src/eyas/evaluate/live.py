@@ -138,7 +138,7 @@ def evaluate_live(
 
     Args:
         draft: its folder, its run's, or a hub id.
-        cfg: `evaluate.server` and `evaluate.questions` must be named; `server` has key, certificates and patience.
+        cfg: `evaluate.server` (or a URL in `evaluate.baseline_server`) and `evaluate.questions` must be named; `server` has key, certificates and patience.
         console: where progress goes.
         command: kept in the files.
         transport: what carries the requests; None is the network.
@@ -150,7 +150,8 @@ def evaluate_live(
         Interrupted: Ctrl-C or SIGTERM.
     """
     wanted = cfg.evaluate
-    if wanted.server is None or wanted.questions is None or wanted.store is not None:
+    alone = (wanted.baseline_server or "").startswith(_URL)  # without a drafter first, where there is one GPU
+    if not (wanted.server or alone) or wanted.questions is None or wanted.store is not None:
         hint = "name --server URL and --questions FILE, and no --store"
         raise ConfigError("a server is measured on questions", "eyas evaluate", hint)
     head = Head.find(str(draft))
@@ -171,7 +172,8 @@ def evaluate_live(
 
 async def _measure(setting: _Setting, cfg: Config, transport: httpx.AsyncBaseTransport | None) -> Live:
     wanted = setting.cfg
-    assert wanted.server is not None
+    if wanted.server is None:
+        return await _measure_plain(setting, cfg, transport)
     async with AsyncExitStack() as stack:
         server = await open_server(wanted.server, cfg, transport)
         stack.push_async_callback(server.close)
