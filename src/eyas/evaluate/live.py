@@ -138,7 +138,8 @@ def evaluate_live(
 
     Args:
         draft: its folder, its run's, or a hub id.
-        cfg: `evaluate.server` (or a URL in `evaluate.baseline_server`) and `evaluate.questions` must be named; `server` has key, certificates and patience.
+        cfg: `evaluate.questions` and a server must be named: `evaluate.server`, or a URL in `evaluate.baseline_server`;
+            `server` has key, certificates and patience.
         console: where progress goes.
         command: kept in the files.
         transport: what carries the requests; None is the network.
@@ -218,6 +219,24 @@ async def _measure(setting: _Setting, cfg: Config, transport: httpx.AsyncBaseTra
         path = done.write(setting.folder)
         save_answers(path, passes[0])
     return Live(done, path, plain, plain_path)
+
+
+async def _measure_plain(setting: _Setting, cfg: Config, transport: httpx.AsyncBaseTransport | None) -> Live:
+    """The server without a drafter alone, for a later run to be compared with."""
+    wanted = setting.cfg
+    server = await open_server(wanted.baseline_server or "", cfg, transport)
+    try:
+        if server.depth:
+            what = f"the server without speculation drafts {server.depth} tokens a cycle"
+            raise ConfigError(what, server.where, "name it by --server, or start it without a drafter")
+        room = None if server.longest is None else server.longest - wanted.max_new_tokens - wanted.depth
+        passes = await _passes(setting, server, Turns(setting.template, room), None)
+    finally:
+        await server.close()
+    done = replace(_evaluation(setting, server, plain=True), results=_results(passes, setting, 0, {}))
+    path = done.write(setting.folder)
+    save_answers(path, passes[0])
+    return Live(done, path, None, None)
 
 
 async def _passes(setting: _Setting, server: ServedModel, turns: Turns, prompts: Sequence[Prompt] | None) -> list[Pass]:
