@@ -91,8 +91,9 @@ def _facts(section: Section, found: Training) -> None:
         ("objective", _chosen(settings, ("steps", "step_decay", "mask", "normaliser", "oov"))),
         ("optimiser", _chosen(settings, ("lr", "min_lr", "schedule", "warmup_share", "betas", "weight_decay", "clip"))),
         ("batches", _chosen(settings, ("batch_tokens", "accumulate", "epochs", "max_steps", "seed", "dtype"))),
-        ("target", read_text(settings, "target") or "the corpus's"),
     ]
+    if target := read_text(settings, "target"):
+        section.facts.append(("target", target))
     if waits:
         section.facts.append(("waiting for data", f"{share(sum(waits) / len(waits))} of the time"))
     if (best := found.best) is not None:
