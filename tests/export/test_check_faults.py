@@ -220,7 +220,7 @@ def judged(folder: Path, answers: Answers) -> CheckReport:
     return report
 
 
-def test_a_strangers_head_that_is_right(copy: Copy, trying: ExportConfig) -> None:
+def test_a_strangers_head_that_is_right(copy: Copy, trying: ExportConfig, answers: Answers) -> None:
     folder = foreign(copy())
     with pytest.raises(ConfigError, match="whose draft is this"):
         check_draft(folder)
@@ -228,7 +228,8 @@ def test_a_strangers_head_that_is_right(copy: Copy, trying: ExportConfig) -> Non
     report.check()
     found = {finding.name: finding for finding in report.findings}
     assert found["record"].verdict == found["weights"].verdict == Verdict.UNPROVEN
-    assert "all of 8 alternatives do worse" in found["acceptance"].text
+    assert found["acceptance"].verdict != Verdict.REFUSED
+    assert "all of 8 alternatives do worse" in judged(folder, answers).findings[0].text
     # Without questions it says what it cannot tell.
     report = check_draft(folder, ExportConfig(target=trying.target))
     report.check()
@@ -256,13 +257,9 @@ def test_a_head_trained_on_states_before_the_final_norm(
     assert "states before the final norm" in refusal(judged(head, answers))
 
 
-def test_a_head_that_cannot_tell_proves_nothing(copy: Copy, answers: Answers) -> None:
-    """One that hardly listens to the layers is as good on others: that is said, and is no pass."""
-
-    def deaf(held: Tensors) -> Tensors:
-        return held | {"fc.weight": held["fc.weight"] * 1e-6, "midlayer.hidden_norm.weight": torch.zeros(32)}
-
-    report = judged(changed(foreign(copy()), tensors=deaf), answers)
+def test_what_texts_cannot_tell_is_no_pass(copy: Copy, answers: Answers) -> None:
+    """The right head, on as few texts as are compared at all: some alternative is neither better nor clearly worse."""
+    report = judged(foreign(copy()), replace(answers, texts=answers.texts[:8]))
     assert [finding.verdict for finding in report.findings] == [Verdict.UNPROVEN]
     assert "cannot tell whether" in report.findings[0].text
 
