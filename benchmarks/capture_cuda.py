@@ -39,11 +39,11 @@ from eyas.capture.contract import (
     CaptureSpec,
     RecordHeader,
     RequestId,
-    ServerSettings,
 )
 from eyas.capture.encoding import encode
 from eyas.capture.hostcopy import host_bytes
 from eyas.capture.recorder import Recorder, Resources
+from eyas.capture.settings import ServerSettings
 from eyas.capture.spool import Spool
 from eyas.capture.tensorfile import parse_header
 

@@ -31,8 +31,9 @@ from typing import Any
 import torch
 
 from eyas.capture.assembler import Chunk
-from eyas.capture.contract import LAST_PARAM, SPEC_PARAM, WRITER_MODES, CaptureSpec, RequestId, ServerSettings
+from eyas.capture.contract import LAST_PARAM, SPEC_PARAM, CaptureSpec, RequestId
 from eyas.capture.recorder import Recorder, Resources
+from eyas.capture.settings import WRITER_MODES, ServerSettings
 from eyas.capture.spool import Spool
 
 LAYERS = (1, 7, 12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,18 @@ settings.register_profile("eyas", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("eyas")
 
 REPO = Path(__file__).parents[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with real servers first, then those with other slow tests, each in their order.
+
+    Workers take whole files in turn: what is left for the end is short, and they end together.
+    """
+    ranks: Counter[Path] = Counter()
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        ranks[item.path] = max(ranks[item.path], 2 if marks & {"sglang", "vllm"} else int("slow" in marks))
+    items.sort(key=lambda item: -ranks[item.path])
 
 
 @pytest.fixture(scope="session", autouse=True)

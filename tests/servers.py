@@ -2,10 +2,14 @@
 
 The server runs in `.venv-sglang` (versions frozen in constraints/sglang-cpu.txt, this package installed beside it).
 Where that environment is missing tests are skipped; in CI a skip would hide a failure, so there it is one.
+
+A server's three processes spend 8 s of CPU each on imports. So most are forked from a process that has SGLang imported,
+and fork their own processes (`sglang_cpu/stubs/forking.py`); some start as SGLang starts itself, by `quick=False`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -23,9 +27,11 @@ from typing import Any
 import pytest
 
 from eyas.serve import serve_command
+from preloaded import Forked, Preloaded
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHON = Path(os.environ.get("EYAS_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
+OURS = ROOT / ".venv-sglang" / "bin" / "python"
+PYTHON = Path(os.environ.get("EYAS_SGLANG_PYTHON", OURS))
 STAND_INS = Path(__file__).parent / "sglang_cpu"
 START_DEADLINE_S = 300.0
 CPU_ENV = {
@@ -115,9 +121,10 @@ def sglang_server(
     env: Mapping[str, str] | None = None,
     capture: bool = True,
     port: int | None = None,
+    quick: bool = PYTHON == OURS,
     **settings: Any,
 ) -> Iterator[Server]:
-    """Start the server, yield it when it answers, stop its whole process group at the end.
+    """Start the server, yield it when it answers, kill its whole process group at the end.
 
     Args:
         model: folder of the target.
@@ -129,6 +136,7 @@ def sglang_server(
         env: further environment; an empty EYAS_CAPTURE switches the plugin off.
         capture: False is a plain server: no capture flags, the plugin off.
         port: where it listens; a server that "comes back" takes the port (and the folder) of the one before.
+        quick: with imports done, see above; False is as SGLang starts, and so start all other releases than ours.
         settings: further keyword arguments of `serve_command` (last, quota_bytes, ...).
     """
     require_sglang()
@@ -153,8 +161,20 @@ def sglang_server(
         port_at = argv.index("--port") + 2
         argv = [*argv[:port_at], *argv[argv.index(CPU_FLAGS[0]) :]]  # between them are the capture flags
     environment |= {**(command.env if capture else {}), **(env or {})}
+    process = (_start_quick if quick else _start)(argv, environment, log)
+    server = Server(f"http://127.0.0.1:{port}", Path(settings["spool"]), log, process.pid)
+    try:
+        _wait_ready(server, process)
+        yield server
+    finally:
+        with suppress(ProcessLookupError):  # asked to end, SGLang would sleep for 5 s and then kill them itself
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(20)
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             argv,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -162,12 +182,19 @@ def sglang_server(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        server = Server(f"http://127.0.0.1:{port}", Path(settings["spool"]), log, process.pid)
-        try:
-            _wait_ready(server, process)
-            yield server
-        finally:
-            _stop(process)
+
+
+def _start_quick(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked:
+    # Some of SGLang's own variables are read while it is imported; ours are not, and the plugin's least of all.
+    of_others = {name: value for name, value in environment.items() if not name.startswith(("EYAS_", "PYTEST_"))}
+    return _template(tuple(sorted(of_others.items()))).start(argv[1:], env=environment, output=log)
+
+
+@functools.lru_cache(maxsize=1)
+def _template(environment: tuple[tuple[str, str], ...]) -> Preloaded:
+    """A process that has all of SGLang imported, by its environment."""
+    modules = ["forking", "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"]
+    return Preloaded(modules, python=PYTHON, env=dict(environment))
 
 
 def _sglang_version(environment: Mapping[str, str]) -> str:
@@ -176,7 +203,7 @@ def _sglang_version(environment: Mapping[str, str]) -> str:
     return done.stdout.strip()
 
 
-def _wait_ready(server: Server, process: subprocess.Popen[bytes]) -> None:
+def _wait_ready(server: Server, process: subprocess.Popen[bytes] | Forked) -> None:
     deadline = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -188,17 +215,3 @@ def _wait_ready(server: Server, process: subprocess.Popen[bytes]) -> None:
         else:
             return
     raise RuntimeError(f"the server was not ready within {START_DEADLINE_S:.0f} s:\n{server.log_tail(60)}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    for number, patience_s in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(patience_s)
-        except ProcessLookupError:
-            break
-        except subprocess.TimeoutExpired:
-            continue
-    with suppress(ProcessLookupError):  # the leader is gone; schedulers that outlived it must go too
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -2,23 +2,29 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from eyas import demo
+from eyas.capture.contract import field_hash
 from eyas.data.corpus import Corpus
 from eyas.data.rows import Chat, Sampled
 from eyas.data.sources import read_chats
 from eyas.data.template import Template
 from eyas.demo import AnswersReport, Prompt, demo_corpus, make_answers, make_corpus, read_prompts
+from eyas.demo.worth import write_questions
 from eyas.errors import ConfigError
+from eyas.evaluate.questions import read_questions
+from eyas.train.sampler import is_held_out
 
-SHIPPED = Path(demo.__file__).with_name(demo.PROMPTS)
+SHIPPED = Path(demo.__file__).parents[1] / demo.PROMPTS
 LIMIT = 10
 
 
@@ -214,3 +220,34 @@ def test_the_whole_demo_ends_with_a_drafter_and_a_second_one_reuses_it(smollm2_d
         assert second[key] == first[key]
     assert (tmp_path / "demo" / demo.TRAIN / "draft" / "model.safetensors").is_file()
     assert "tokens a cycle at step 2, untrained" in said.getvalue()
+    folder = tmp_path / "demo"
+    assert (first["check"], first["exported"]) == ("passed", str(folder / demo.EXPORTED))
+    assert json.loads((folder / demo.CHECK).read_text())["refused"] == 0
+    for mode in ("simulated", "decoded"):
+        assert 1 <= first[f"accept_length_{mode}"] <= 4
+        assert second[f"accept_length_{mode}"] == first[f"accept_length_{mode}"]
+    assert len(list(folder.glob("evaluation-*.json"))) == 2
+    page = Path(second["report"]).read_text(encoding="utf-8")
+    assert page.count("<figure") >= 13
+    for part in ("Corpus", "Store", "Extraction", "Verification", "Training", "Evaluation", "Exported drafter"):
+        assert f"<h2>{part}</h2>" in page
+    assert re.findall("<li><strong>([^<]*)", page) == ["a live measurement"]  # all that is missing
+
+
+def test_questions_are_the_prompts_that_training_holds_out(tmp_path: Path) -> None:
+    """By the same hash of a row's tokens: none of them was trained on."""
+    rows = [
+        {"id": f"kind-{n}", "prompt_ids": [n, 2], "answer_ids": [3, n], "conversations": [
+            {"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}]}
+        for n in range(100)
+    ]  # fmt: skip
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = write_questions(answers, tmp_path / "q" / "question.jsonl", 0.2)
+    questions = read_questions(tmp_path / "q" / "question.jsonl")
+    hashes = np.array([field_hash(np.array([n, 2, 3, n], np.int32).tobytes()) for n in range(100)], np.uint64)
+    expected = [f"kind-{n}" for n in np.flatnonzero(is_held_out(hashes, 0.2))]
+    assert [question.id for question in questions] == expected
+    assert asked == len(expected) > 8
+    assert {question.category for question in questions} == {"kind"}
+    assert write_questions(answers, tmp_path / "q" / "question.jsonl", 0.0) == 0

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from eyas.store.documents import describe_store
 from eyas.store.reader import StoreReader
 from eyas.target.checkpoint import Target
 from eyas.verify import verify
+from preloaded import Preloaded
 from servers import Server, sglang_server
 from sglang_cpu.models import tiny_deepseek_v3, tiny_llama
 
@@ -87,7 +86,8 @@ def running(
             model = smollm2_dir
     flags = ["--chunked-prefill-size", str(CHUNK), "--context-length", "2048"]
     flags += [] if case.radix else ["--disable-radix-cache"]
-    with sglang_server(model, folder, dtype=case.dtype, last=case.last, flags=flags) as server:
+    own = {"quick": False} if case.model == "smollm2" else {}  # the real model's servers start as SGLang starts them
+    with sglang_server(model, folder, dtype=case.dtype, last=case.last, flags=flags, **own) as server:
         cfg = load(
             overrides=[
                 f"server.spool={server.spool}",
@@ -209,15 +209,16 @@ def test_a_client_killed_ten_times_leaves_every_row_once_and_right(running: Runn
             writer.add(str(row), tokens, np.ones(len(tokens), np.uint8))
     config = tmp_path / "run.yaml"
     config.write_text(running.cfg.model_copy(update={"extract": ExtractConfig(window_requests=4)}).model_dump_json())
-    command = [sys.executable, "-m", "eyas", "extract", str(path), str(store), "--server", running.server.url]
-    for _ in range(10):
-        before = journalled(store)
-        process = subprocess.Popen([*command, "--config", str(config)], stderr=subprocess.DEVNULL)
-        while journalled(store) == before and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.4))
-        process.kill()
-        assert process.wait() == -signal.SIGKILL, "ended before it could be killed"
+    command = ["-m", "eyas", "extract", str(path), str(store), "--server", running.server.url, "--config", str(config)]
+    with Preloaded(["eyas.extract.runner", "eyas.extract.sglang", "eyas.target.checkpoint"]) as python:
+        for _ in range(10):
+            before = journalled(store)
+            process = python.start(command)
+            while journalled(store) == before and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.4))
+            process.kill()
+            assert process.wait() == -signal.SIGKILL, "ended before it could be killed"
     console = Console(file=io.StringIO())
     summary = extract(path, store, cfg=running.cfg, server=running.server.url, console=console)
     assert (summary.rows_done, summary.failed) == (400, 0)
@@ -240,7 +241,7 @@ def journalled(store: Path) -> int:
 def test_a_server_without_the_plugin_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     corpus = make_corpus(tmp_path / "corpus.parquet", Target.load(str(model)).vocab_size, seed=6)
-    with sglang_server(model, tmp_path, env={"EYAS_CAPTURE": ""}) as server:
+    with sglang_server(model, tmp_path, env={"EYAS_CAPTURE": ""}, quick=False) as server:
         cfg = load(overrides=[f"server.spool={server.spool}", "capture.dtype=f32"])
         began = time.monotonic()
         with pytest.raises(EngineError, match="plugin") as caught:

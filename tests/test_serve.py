@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from eyas.capture.contract import SETTINGS_ENV, ServerSettings
+from eyas.capture.settings import SETTINGS_ENV, ServerSettings
 from eyas.errors import ConfigError
 from eyas.serve import NEWEST_TESTED, ServeCommand, installed_sglang, serve_command
 

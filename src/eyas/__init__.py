@@ -34,9 +34,14 @@ if TYPE_CHECKING:
         StoreError,
         TrainError,
     )
+    from eyas.evaluate.live import evaluate_live as evaluate_served
+    from eyas.evaluate.run import evaluate as evaluate_draft
+    from eyas.export.check import check_draft
+    from eyas.export.run import export_draft
     from eyas.extract.runner import extract as extract_states
     from eyas.extract.runner import plan as plan_extraction
-    from eyas.serve import serve_command
+    from eyas.report import write_report
+    from eyas.serve import draft_command, serve_command
     from eyas.store.documents import describe_store
     from eyas.store.move import move_shards
     from eyas.store.reader import StoreDataset, StoreReader
@@ -61,8 +66,13 @@ _HOME = {
     "StoreReader": "store.reader",
     "StoreWriter": "store.writer",
     "TrainError": "errors",
+    "check_draft": "export.check",
     "corpus_statistics": "data.statistics:statistics",
     "describe_store": "store.documents",
+    "draft_command": "serve",
+    "evaluate_draft": "evaluate.run:evaluate",
+    "evaluate_served": "evaluate.live:evaluate_live",
+    "export_draft": "export.run",
     "extract_states": "extract.runner:extract",
     "load_config": "config:load",
     "merge_corpora": "data.merge:merge",
@@ -74,6 +84,7 @@ _HOME = {
     "serve_command": "serve",
     "train_drafter": "train.run:train",
     "verify_store": "verify:verify",
+    "write_report": "report:write_report",
 }
 
 __all__ = [
@@ -91,8 +102,13 @@ __all__ = [
     "StoreReader",
     "StoreWriter",
     "TrainError",
+    "check_draft",
     "corpus_statistics",
     "describe_store",
+    "draft_command",
+    "evaluate_draft",
+    "evaluate_served",
+    "export_draft",
     "extract_states",
     "load_config",
     "merge_corpora",
@@ -104,6 +120,7 @@ __all__ = [
     "serve_command",
     "train_drafter",
     "verify_store",
+    "write_report",
 ]
 
 

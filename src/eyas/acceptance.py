@@ -1,9 +1,13 @@
 """How many tokens a drafter gains: acceptance by position, and the acceptance length, from counts. Pure.
 
+One definition for training, simulation, decoding in process and a server's counters (docs/evaluation.md).
+
 A server drafts K tokens in a chain and keeps those before the first that the target would not have chosen, then one
 token of the target's own. So a cycle yields `1 + S_0 + S_0 S_1 ... ` tokens on average, with S_k the probability that
-steps 0 .. k are all right (Leviathan et al., arXiv 2211.17192, section 3.1, there for one rate at all positions; the
-sum of products is the same expectation without that assumption).
+step k is right given that all before it were (Leviathan et al., arXiv 2211.17192, section 3.1, there for one rate at
+all positions; the sum of products is the same expectation without that assumption). A tree of K steps is counted alike:
+step k is right when the target's token is among the children of the node that step k - 1 ended on. A node without
+children, cut away with the less likely branches, is a step that was reached and is not right.
 
 The rows that training-time test evaluates are such chains: the tokens fed are the target's, which is what was drafted
 as long as all steps so far were right. A chain that meets the end of its answer while all was right says nothing of
@@ -14,6 +18,7 @@ Meier 1958): the product over j <= k of the share of right ones among the rows t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +28,8 @@ import numpy.typing as npt
 Z95: Final = 1.959964  # of the normal distribution, both sides
 _ROUNDS: Final = 2000
 _FEWEST_CLUSTERS: Final = 20
+
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,72 @@ class Acceptance:
     high: float
     by_position: tuple[float, ...]
     rows: int
+
+    def at_depth(self, depth: int) -> float:
+        """Acceptance length of chains that stop after `depth` <= K steps.
+
+        Shallower chains begin elsewhere in the text, so that this is exact only as far as acceptance does not depend
+        on where a cycle begins.
+        """
+        return accept_length(self.by_position[:depth])
+
+
+def cycle_counts(cycles: Iterable[tuple[int, int]], depth: int) -> tuple[Counts, Counts]:
+    """What `acceptance` takes, from cycles of drafting and verifying; the cluster is whoever made them.
+
+    Args:
+        cycles: (tokens accepted, tokens that the rest of the answer has room for); the second is what censors.
+        depth: K, the steps drafted.
+
+    Returns:
+        Reached [K] and right [K].
+
+    Raises:
+        ValueError: more tokens accepted than were drafted, or than the answer has.
+    """
+    reached, right = np.zeros(depth, dtype=np.int64), np.zeros(depth, dtype=np.int64)
+    for accepted, possible in cycles:
+        if not 0 <= accepted <= min(possible, depth):
+            raise ValueError(f"{accepted} tokens accepted of {depth} drafted, {possible} left")
+        reached[: min(possible, accepted + 1, depth)] += 1
+        right[:accepted] += 1
+    return reached, right
+
+
+def counter_counts(drafts: int, accepted_K: Sequence[int]) -> tuple[Counts, Counts]:
+    """What `acceptance` takes, from a server's counters.
+
+    A server does not tell where answers ended. Its cycles count as if each had had room for all K tokens: where one was
+    cut short the step after the cut is reached and not right, which pulls the length down by less than K divided by
+    the cycles of an answer.
+
+    Args:
+        drafts: cycles in which tokens were drafted.
+        accepted_K: [K] cycles whose token k was accepted, and with it all before.
+
+    Raises:
+        ValueError: counts that rise.
+    """
+    right = np.asarray(accepted_K, dtype=np.int64)
+    reached = np.concatenate([[drafts], right[:-1]]).astype(np.int64)[: len(right)]
+    if (right > reached).any() or (right < 0).any():
+        raise ValueError(f"{list(accepted_K)} of {drafts} drafts accepted: the counts must not rise")
+    return reached, right
+
+
+def histogram_counts(cycles_by_accepted: Sequence[int], depth: int) -> tuple[Counts, Counts]:
+    """As `counter_counts`, from the number of cycles that accepted 0, 1, 2 .. tokens.
+
+    Raises:
+        ValueError: a cycle accepted more than `depth`, or a count is negative.
+    """
+    counts = np.zeros(depth + 1, dtype=np.int64)
+    given = np.asarray(cycles_by_accepted, dtype=np.int64)
+    if len(given) > depth + 1 and given[depth + 1 :].any():
+        raise ValueError(f"cycles of more than {depth} accepted tokens: {given.tolist()}")
+    counts[: len(given[: depth + 1])] = given[: depth + 1]
+    at_least = counts[::-1].cumsum()[::-1]
+    return counter_counts(int(at_least[0]), at_least[1:].tolist())
 
 
 def accept_length(by_position: npt.ArrayLike) -> float:

@@ -12,8 +12,12 @@ import fcntl
 import json
 import os
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+#: Packages on which the numbers of a run depend.
+_TOLD: Final = ("eyas", "torch", "transformers")
 
 
 class EventLog:
@@ -58,3 +62,12 @@ def is_open(path: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+def versions() -> dict[str, str]:
+    """What a run works with, for its log: package -> version, of those that are installed."""
+    found: dict[str, str] = {}
+    for name in _TOLD:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -12,11 +12,21 @@ from typing import Any, Self
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopSignals:
-    """Takes both signals while it is entered; whoever works listens.
+def heeded() -> tuple[signal.Signals, ...]:
+    """Those of both signals that this process may take; none outside the main thread, where Python lets nobody.
 
-    While nobody listens a signal is KeyboardInterrupt: nothing has been started that would have to be drained. In a
-    thread other than the main one signals cannot be taken, and stay with whoever has them.
+    A process that was started with one of them ignored, as a shell starts its background jobs, goes on ignoring it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return ()
+    return tuple(number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
+
+
+class StopSignals:
+    """Takes the signals that are `heeded` while it is entered; whoever works listens.
+
+    While nobody listens a signal is KeyboardInterrupt: nothing has been started that would have to be drained. Where
+    Python ignores exceptions (a destructor, a callback of the import system) that one is lost: `check` raises it again.
     """
 
     def __init__(self) -> None:
@@ -25,8 +35,7 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on) for number in STOP_SIGNALS}
+        self._before = {number: signal.signal(number, self._on) for number in heeded()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -42,10 +51,15 @@ class StopSignals:
         finally:
             self._listener = before
 
+    def check(self) -> None:
+        """Raises KeyboardInterrupt where one of them came."""
+        if self.stopped:
+            raise KeyboardInterrupt
+
     def _on(self, _number: int, _frame: FrameType | None) -> None:
+        self.stopped = True
         if self._listener is None:
             raise KeyboardInterrupt
-        self.stopped = True
         self._listener()
 
 

@@ -19,7 +19,6 @@ from eyas.capture.contract import (
     RecordHeader,
     RequestId,
     ServerHello,
-    ServerSettings,
     check_runs,
     count_of,
     default_layers,
@@ -28,6 +27,7 @@ from eyas.capture.contract import (
     runs_of,
     token_hash,
 )
+from eyas.capture.settings import ServerSettings
 
 WORD = st.text("0123456789abcdefghijklmnopqrstuvwxyz", min_size=8, max_size=8)
 RIDS = st.builds(RequestId, WORD, WORD, st.integers(0, 99_999_999), st.integers(0, 99))

@@ -23,12 +23,12 @@ from eyas.capture.contract import (
     RecordHeader,
     Refusal,
     RequestId,
-    ServerSettings,
     field_hash,
     runs_hash,
     token_hash,
 )
 from eyas.capture.recorder import Recorder, Resources
+from eyas.capture.settings import ServerSettings
 from eyas.capture.spool import Spool
 from eyas.capture.tensorfile import parse_header
 

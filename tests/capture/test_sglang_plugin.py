@@ -18,16 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from eyas.capture.contract import (
-    LAST_PARAM,
-    SETTINGS_ENV,
-    SPEC_PARAM,
-    CaptureSpec,
-    RequestId,
-    ServerHello,
-    ServerSettings,
-)
+from eyas.capture.contract import LAST_PARAM, SPEC_PARAM, CaptureSpec, RequestId, ServerHello
 from eyas.capture.recorder import Recorder
+from eyas.capture.settings import SETTINGS_ENV, ServerSettings
 from eyas.capture.spool import Spool
 
 H, LAYERS = 8, (1, 3)

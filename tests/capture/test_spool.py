@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.capture.assembler import Refused
-from eyas.capture.contract import SPEC_FILE, Refusal, RequestId, ServerSettings
+from eyas.capture.contract import SPEC_FILE, Refusal, RequestId
+from eyas.capture.settings import ServerSettings
 from eyas.capture.spool import Quota, Spool, parse_name
 from eyas.capture.spool_files import write_at
 from spool_support import record_file

@@ -22,14 +22,12 @@ from eyas.capture.contract import (
     LAST_PARAM,
     RECORD_METADATA,
     SPEC_PARAM,
-    WRITER_MODES,
     CaptureReply,
     CaptureSpec,
     RecordHeader,
     Refusal,
     Refused,
     RequestId,
-    ServerSettings,
     field_hash,
     token_hash,
 )
@@ -37,6 +35,7 @@ from eyas.capture.cost import ForwardCost
 from eyas.capture.encoding import encode
 from eyas.capture.forward import prompt_bytes
 from eyas.capture.recorder import Forward, Recorder, Resources
+from eyas.capture.settings import WRITER_MODES, ServerSettings
 from eyas.capture.spool import Spool
 from eyas.capture.writer_process import ProcessWriters
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from eyas.extract.progress import ETA_WINDOW_S, RateMeter, RunView, Snapshot, human_bytes, human_time
+from eyas.extract.progress import ETA_WINDOW_S, ExtractView, RateMeter, Snapshot, human_bytes, human_time
 
 
 class Clock:
@@ -79,7 +79,7 @@ def test_the_spread_holds_the_truth_for_unequal_rows() -> None:
 
 def test_plain_lines_when_not_a_terminal() -> None:
     text, clock = io.StringIO(), Clock()
-    view = RunView(Console(file=text, width=200), Snapshot(rows=10, rows_done=0, tokens=1000, tokens_done=0), clock)
+    view = ExtractView(Console(file=text, width=200), Snapshot(rows=10, rows_done=0, tokens=1000, tokens_done=0), clock)
     with view:
         for step in range(1, 25):
             clock.now = float(step)
@@ -95,7 +95,7 @@ def test_the_panel_is_drawn_four_times_a_second_however_many_rows_come() -> None
     drawn: list[float] = []
     clock = Clock()
 
-    class Counting(RunView):
+    class Counting(ExtractView):
         def _panel(self):
             drawn.append(clock.now)
             return super()._panel()
@@ -110,7 +110,7 @@ def test_the_panel_is_drawn_four_times_a_second_however_many_rows_come() -> None
 
 def test_resumed_rows_are_progress_but_not_speed() -> None:
     clock = Clock()
-    view = RunView(Console(file=io.StringIO()), Snapshot(10, 0, 1000, 0), clock)
+    view = ExtractView(Console(file=io.StringIO()), Snapshot(10, 0, 1000, 0), clock)
     view.resume(5, 500)
     clock.now = 2.0
     assert (view.snapshot.rows_done, view.snapshot.tokens_done, view.rate()) == (5, 500, None)

@@ -34,6 +34,7 @@ from eyas.extract.worker import Report
 from eyas.extract.workers import Work
 from eyas.store.check import verify_store
 from eyas.store.reader import StoreReader
+from preloaded import Forked, Preloaded
 from tiny_models import llama
 
 SETTINGS = ["extract.engine=fake", "store.shard_bytes=2MB", "store.reserve_bytes=0", "extract.window_requests=8"]
@@ -111,21 +112,19 @@ def test_killed_ten_times_at_random_points_then_resumed(
 ) -> None:
     """Each session has one, two or three workers, and SIGKILL takes it somewhere in its middle."""
     store, rng = tmp_path / "store", random.Random(5)
-    for kill in range(10):
-        process = subprocess.Popen(
-            command(corpus, store, "fake.delay_s=0.3", "extract.window_requests=3", workers=1 + kill % 3),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        wait_for_rows(store, process)
-        time.sleep(rng.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "finished before it could be killed"
+    with Preloaded(["eyas.extract.runner"]) as python:
+        for kill in range(10):
+            words = command(corpus, store, "fake.delay_s=0.3", "extract.window_requests=3", workers=1 + kill % 3)
+            process = python.start(words[1:])
+            wait_for_rows(store, process)
+            time.sleep(rng.uniform(0, 0.3))
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL, "finished before it could be killed"
     wait_until_unleased(corpus, store)
     assert digests(store) == reference
 
 
-def wait_for_rows(store: Path, process: subprocess.Popen) -> None:
+def wait_for_rows(store: Path, process: subprocess.Popen | Forked) -> None:
     """Until this session has journalled something, or the process ends."""
     journals = store.glob("*.journal")
     before = {path: path.stat().st_size for path in journals}

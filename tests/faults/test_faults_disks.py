@@ -162,7 +162,8 @@ def read_only(server: Server, injector: Injector) -> Iterator[None]:
     del injector
     disk = server.spool.parent
     if disk.is_mount():
-        assert _mount("-o", "remount,ro", str(disk))
+        # Refused while a record is open for writing.
+        wait_until(lambda: _mount("-o", "remount,ro", str(disk)), "the disk stays busy")
     else:
         server.spool.chmod(0o500)
     try:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = [*SERVER_FLAGS, "--dp-size", "2", "--enable-mixed-chunk"]
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1"}
-    with sglang_server(model, tmp_path_factory.mktemp("ranks"), flags=flags, env=env) as running:
+    with sglang_server(model, tmp_path_factory.mktemp("ranks"), flags=flags, env=env, quick=False) as running:
         yield running
 
 

@@ -34,10 +34,10 @@ from eyas.capture.contract import (
     RecordHeader,
     RequestId,
     ServerHello,
-    ServerSettings,
     check_runs,
 )
 from eyas.capture.recorder import Recorder, Resources
+from eyas.capture.settings import ServerSettings
 from eyas.capture.spool import Spool
 from eyas.capture.tensorfile import parse_header
 from eyas.config import load

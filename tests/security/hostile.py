@@ -17,16 +17,9 @@ import torch
 from rich.console import Console
 
 from eyas.capture.assembler import Chunk
-from eyas.capture.contract import (
-    LAST_PARAM,
-    SPEC_PARAM,
-    CaptureReply,
-    CaptureSpec,
-    RequestId,
-    ServerHello,
-    ServerSettings,
-)
+from eyas.capture.contract import LAST_PARAM, SPEC_PARAM, CaptureReply, CaptureSpec, RequestId, ServerHello
 from eyas.capture.recorder import Recorder
+from eyas.capture.settings import ServerSettings
 from eyas.capture.spool import Spool
 from eyas.config import load
 from eyas.data.corpus import CorpusMeta, CorpusWriter

@@ -28,7 +28,6 @@ from eyas.capture.contract import (
     RecordHeader,
     RequestId,
     ServerHello,
-    ServerSettings,
     check_runs,
     count_of,
     field_hash,
@@ -36,6 +35,7 @@ from eyas.capture.contract import (
     runs_of,
     token_hash,
 )
+from eyas.capture.settings import ServerSettings
 from eyas.capture.spool import parse_name
 from eyas.capture.strictjson import loads
 from eyas.capture.tensorfile import ITEM_SIZE, layout, parse_header

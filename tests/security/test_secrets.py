@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -186,6 +187,7 @@ def test_worker_processes_get_no_secret_by_their_arguments(tmp_path: Path) -> No
     try:
         while process.poll() is None:
             seen |= _arguments_below(process.pid)
+            time.sleep(0.01)
     finally:
         process.kill()
     assert process.stdout is not None

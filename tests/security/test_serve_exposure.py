@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eyas.capture.contract import SETTINGS_ENV, ServerSettings
+from eyas.capture.settings import SETTINGS_ENV, ServerSettings
 from eyas.cli import app
 from eyas.serve import ServeCommand, serve_command
 

@@ -22,7 +22,8 @@ import pytest
 import xxhash
 
 from extract.sglang_double import PluginServer
-from eyas.capture.contract import CaptureSpec, RecordHeader, RequestId, ServerHello, ServerSettings
+from eyas.capture.contract import CaptureSpec, RecordHeader, RequestId, ServerHello
+from eyas.capture.settings import ServerSettings
 from eyas.capture.strictjson import loads
 from eyas.capture.tensorfile import MAX_HEADER_BYTES, layout, parse_header
 from eyas.config import ServerConfig

@@ -6,7 +6,8 @@ python load_draft.py TARGET FOLDER...      writes FOLDER/loaded.pt
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -21,15 +22,21 @@ ALONE = {"tp_rank": 0, "tp_size": 1, "attn_tp_rank": 0, "attn_tp_size": 1, "pp_r
 POSITIONS = 600
 
 
-def main(target: str, folders: list[str]) -> None:
+@contextmanager
+def alone(target: str, meeting: str) -> Iterator[None]:
+    """What SGLang's models need around them: a server's arguments, and a world of one process."""
     args = server_args.ServerArgs(model_path=target, device="cpu", attention_backend="torch_native")
     server_args.set_global_server_args_for_scheduler(args)
-    meeting = f"file://{folders[0]}/rendezvous"
-    init_distributed_environment(1, 0, meeting, 0, "gloo")
+    init_distributed_environment(1, 0, f"file://{meeting}/rendezvous", 0, "gloo")
     initialize_model_parallel()
     with ExitStack() as stack:
         for name, value in ALONE.items():
             stack.enter_context(get_parallel().override(**{name: value}))
+        yield
+
+
+def main(target: str, folders: list[str]) -> None:
+    with alone(target, folders[0]):
         for folder in map(Path, folders):
             torch.save(_loaded(folder), folder / "loaded.pt")
 

@@ -20,6 +20,7 @@ from store_samples import contents, fill, open_store, snapshot, write_store
 from eyas.errors import IntegrityError
 from eyas.store.check import verify_store
 from eyas.store.writer import ShardState
+from preloaded import Preloaded
 
 HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -31,6 +32,12 @@ def scratch() -> Iterator[Path]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="eyas-store-", dir=memory if memory.is_dir() else None) as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[Preloaded]:
+    with Preloaded(["torch", "eyas.capture.encoding", "eyas.store.writer"], env=ENVIRONMENT) as template:
+        yield template
 
 
 @pytest.mark.slow
@@ -52,18 +59,18 @@ def test_stopped_at_every_file_operation(operation, scratch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_kill_9_at_random_points(workers, scratch):
+def test_kill_9_at_random_points(workers, scratch, python):
     rows, failing = 800, {3, 77, 149}
     write_store(scratch / "whole", rows, failing)
     root = scratch / "killed"
-    arguments = [sys.executable, str(HERE / "store_samples.py"), str(root), str(rows), *map(str, sorted(failing))]
+    arguments = [str(HERE / "store_samples.py"), str(root), str(rows), *map(str, sorted(failing))]
     rng = random.Random(workers)
     kills, finished = 0, False
     while not finished:
         before = progress(root)
-        children = [subprocess.Popen(arguments, env=ENVIRONMENT) for _ in range(workers)]
+        children = [python.start(arguments) for _ in range(workers)]
         try:
-            # Wait for the store to move before choosing the moment, or the interpreter's start is all that is killed.
+            # Wait for the store to move before choosing the moment, or the start is all that is killed.
             deadline = time.monotonic() + 60
             while progress(root) == before and any(c.poll() is None for c in children):
                 assert time.monotonic() < deadline
@@ -79,7 +86,7 @@ def test_kill_9_at_random_points(workers, scratch):
         assert set(codes) <= {0, -signal.SIGKILL}
         finished = kills >= 10 or all(code == 0 for code in codes)
     for _ in range(2):  # the second finds nothing to do
-        assert subprocess.run(arguments, env=ENVIRONMENT, check=False).returncode == 0
+        assert python.start(arguments).wait(60) == 0
     assert kills == 10
     assert snapshot(root) == snapshot(scratch / "whole")
     report = verify_store(root, contents)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.acceptance import accept_length, acceptance, interval
+from eyas.acceptance import accept_length, acceptance, counter_counts, cycle_counts, histogram_counts, interval
 
 
 def counts_of(chains: list[tuple[int, int]], steps: int) -> tuple[list[int], list[int]]:
@@ -92,3 +92,53 @@ def test_clusters_that_differ_widen_the_interval() -> None:
 def test_counts_that_cannot_be_are_refused(reached: list[int], right: list[int]) -> None:
     with pytest.raises(ValueError, match="counts"):
         acceptance(reached, right)
+
+
+# --- where counts come from -------------------------------------------------------------------------------------------
+
+CYCLES = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), min_size=1, max_size=30).map(
+    lambda pairs: [(min(accepted, possible), possible) for accepted, possible in pairs]
+)
+
+
+@given(CYCLES)
+def test_cycles_are_counted_step_by_step(cycles: list[tuple[int, int]]) -> None:
+    reached, right = cycle_counts(cycles, 4)
+    assert (reached.tolist(), right.tolist()) == counts_of([(a, min(p, 4)) for a, p in cycles], 4)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30))
+def test_cycles_counters_and_histograms_of_whole_cycles_are_one_thing(accepted: list[int]) -> None:
+    cycles = cycle_counts([(a, 4) for a in accepted], 4)
+    counters = counter_counts(len(accepted), [sum(a > k for a in accepted) for k in range(4)])
+    histogram = histogram_counts([accepted.count(n) for n in range(max(accepted) + 1)], 4)
+    for found in (counters, histogram):
+        assert [part.tolist() for part in found] == [part.tolist() for part in cycles]
+    assert acceptance(*counters).length == pytest.approx(1 + np.mean(accepted))
+
+
+def test_counters_do_not_know_where_answers_end_and_err_down() -> None:
+    cut = [(3, 3), (1, 1), (3, 3)]
+    known, counted = acceptance(*cycle_counts(cut, 3)), acceptance(*counter_counts(3, [3, 2, 2]))
+    assert known.length == 4
+    assert counted.length == pytest.approx(1 + 7 / 3)
+
+
+def test_a_shallower_chain_is_the_beginning_of_a_deeper_one() -> None:
+    found = acceptance([100, 50, 25], [50, 25, 5])
+    assert (found.at_depth(1), found.at_depth(3)) == (1.5, found.length)
+    assert found.at_depth(2) == acceptance([100, 50], [50, 25]).length
+
+
+def test_cycles_and_counters_that_cannot_be_are_refused() -> None:
+    for call in (
+        lambda: cycle_counts([(3, 2)], 4),
+        lambda: cycle_counts([(5, 9)], 4),
+        lambda: cycle_counts([(-1, 2)], 4),
+        lambda: counter_counts(3, [4, 0]),
+        lambda: counter_counts(3, [1, 2]),
+        lambda: histogram_counts([1, 2, 3], 1),
+        lambda: histogram_counts([1, -1], 1),
+    ):
+        with pytest.raises(ValueError, match=r"accepted"):
+            call()

@@ -41,8 +41,6 @@ DTYPES: Final[Mapping[str, tuple[str, int]]] = {
 }
 SCALE_BYTES: Final = 4  # one float32 behind the codes of each quantised state
 LAST_MODES: Final = ("loss", "all")
-WRITER_MODES: Final = ("threads", "process")
-MAX_WRITER_THREADS: Final = 64
 MAX_NOTE_BYTES: Final = 64 << 10  # settings, spec.json and failure notes are a few hundred
 _MAX_HEADER_BYTES: Final = 1 << 20  # a record's header lists its chunks
 _MAX_SIZE: Final = 2**31 - 1  # layers, widths, vocabularies
@@ -156,7 +154,7 @@ class CaptureSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CaptureSpec:
         """Raises ValueError for a missing, unknown or ill-typed field."""
-        return build(cls, _with_layers(data), "capture spec")
+        return build(cls, with_layers(data), "capture spec")
 
     def differences(self, other: CaptureSpec) -> list[str]:
         """Human-readable `field: mine != theirs`, empty when equal."""
@@ -171,7 +169,7 @@ def _spec_id(spec: CaptureSpec) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _with_layers(data: object) -> object:
+def with_layers(data: object) -> object:
     """JSON has no tuples."""
     if isinstance(data, Mapping) and isinstance(data.get("layers"), list):
         return {**data, "layers": tuple(data["layers"])}
@@ -279,59 +277,10 @@ def runs_hash(runs: Sequence[int]) -> int:
 
 # --- what crosses the wire and the spool ------------------------------------------------------------------------------
 
-SETTINGS_ENV: Final = "EYAS_CAPTURE"  # JSON of ServerSettings; the plugin does nothing without it
 SPEC_FILE: Final = "spec.json"  # in the spool: JSON of ServerHello
 RECORD_SUFFIX: Final = ".safetensors"  # <rid>.safetensors: tensors aux [T, A, H], last [L, H]; metadata below
 FAILED_SUFFIX: Final = ".failed"  # <rid>.failed: JSON {"reason": Refusal, "detail": str}
 RECORD_METADATA: Final = "eyas"  # metadata key of a record file: JSON of RecordHeader
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """How the plugin captures; given to the server's processes as JSON in the environment variable EYAS_CAPTURE.
-
-    Attributes:
-        layers, last, dtype: as in CaptureSpec.
-        spool: folder for finished records, on RAM-backed storage.
-        quota_bytes: most bytes of records waiting there, over all of the server's ranks.
-        mode, group: permission bits of record files, and the group they get (None: the server's own).
-        orphan_age_s: records nobody fetched are removed after this many seconds.
-        writers: who hashes and writes records: `threads` of the server's own process or a `process` of its own.
-        writer_threads: how many of them, in either.
-        arena_bytes: host memory through which states travel to their files, over all ranks; 0 chooses (see
-            `arena.arena_size`). Allocated at start, and pinned where the server computes on a GPU.
-    """
-
-    layers: tuple[int, ...]
-    spool: str
-    last: str = "loss"
-    dtype: str = "bf16"
-    quota_bytes: int = 8 << 30
-    mode: int = 0o600
-    group: str | None = None
-    orphan_age_s: float = 3600.0
-    writers: str = "process"
-    writer_threads: int = 8
-    arena_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        if self.writers not in WRITER_MODES:
-            raise ValueError(f"writers must be one of {WRITER_MODES}, got {shown(self.writers)}")
-        if not 1 <= self.writer_threads <= MAX_WRITER_THREADS:
-            raise ValueError(f"writer_threads must be from 1 to {MAX_WRITER_THREADS}, got {self.writer_threads}")
-        if self.arena_bytes < 0:
-            raise ValueError(f"arena_bytes must not be negative, got {self.arena_bytes}")
-
-    def to_env(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_env(cls, text: str) -> ServerSettings:
-        """Raises ValueError for anything but what `to_env` writes."""
-        try:
-            return build(cls, _with_layers(loads(text, MAX_NOTE_BYTES)))
-        except ValueError as error:
-            raise ValueError(f"{SETTINGS_ENV} is not capture settings: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from eyas.capture.contract import CaptureSpec, ServerSettings
+from eyas.capture.contract import CaptureSpec
 from eyas.capture.fingerprint import architecture_of, model_fingerprint, norm_key
 from eyas.capture.hostcopy import host_bytes
+from eyas.capture.settings import ServerSettings
 
 
 def spec_of(model: Any, text_config: Any, settings: ServerSettings) -> CaptureSpec:

@@ -23,10 +23,11 @@ import torch
 
 from eyas.capture.arena import Arena, arena_size, segment_size
 from eyas.capture.assembler import Assembler, Chunk, Record, kept_slices
-from eyas.capture.contract import CaptureReply, CaptureSpec, Refusal, Refused, ServerSettings, token_hash
+from eyas.capture.contract import CaptureReply, CaptureSpec, Refusal, Refused, token_hash
 from eyas.capture.cost import ForwardCost
 from eyas.capture.forward import FieldSizes, Share, fill, jobs_of, prompt_bytes, sizes_of
 from eyas.capture.hostcopy import CpuStage, DeviceStage, Span, Stage, arrive
+from eyas.capture.settings import ServerSettings
 from eyas.capture.spool import Spool
 from eyas.capture.writer_process import ProcessWriters
 from eyas.capture.writing import Drop, Job, Lost, Part, ThreadWriters, Writers

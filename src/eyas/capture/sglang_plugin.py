@@ -33,18 +33,10 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: 
 from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
 
 from eyas.capture.assembler import Chunk
-from eyas.capture.contract import (
-    REPLY_KEY,
-    SETTINGS_ENV,
-    CaptureReply,
-    Refusal,
-    Refused,
-    ServerHello,
-    ServerSettings,
-    is_own_rid,
-)
+from eyas.capture.contract import REPLY_KEY, CaptureReply, Refusal, Refused, ServerHello, is_own_rid
 from eyas.capture.live_model import check_layers, forward_tokens, spec_of
 from eyas.capture.recorder import Forward, Recorder, Resources, refusal
+from eyas.capture.settings import SETTINGS_ENV, ServerSettings
 from eyas.capture.spool import Spool
 
 logger = logging.getLogger(__name__)

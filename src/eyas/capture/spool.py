@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from eyas.capture.contract import FAILED_SUFFIX, RECORD_SUFFIX, SPEC_FILE, Refusal, Refused, ServerSettings
+from eyas.capture.contract import FAILED_SUFFIX, RECORD_SUFFIX, SPEC_FILE, Refusal, Refused
+from eyas.capture.settings import ServerSettings
 from eyas.capture.spool_files import TMP_SUFFIX, SpoolFiles, is_torn, parse_name
 
 _RESCAN_INTERVAL_S: Final = 0.02  # a client that keeps asking must not make the scheduler list the folder every time

@@ -16,6 +16,8 @@ import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from eyas.config.data import PrepareConfig, RegenerateConfig, SourceConfig
+from eyas.config.evaluate import EvaluateConfig
+from eyas.config.export import ExportConfig
 from eyas.config.extraction import (
     CaptureConfig,
     DumpdirConfig,
@@ -26,6 +28,7 @@ from eyas.config.extraction import (
     StoreConfig,
 )
 from eyas.config.fields import Bytes, Ints, Section
+from eyas.config.report import ReportConfig
 from eyas.config.train import TrainConfig
 from eyas.errors import ConfigError
 
@@ -34,11 +37,14 @@ __all__ = [
     "CaptureConfig",
     "Config",
     "DumpdirConfig",
+    "EvaluateConfig",
+    "ExportConfig",
     "ExtractConfig",
     "FakeConfig",
     "Ints",
     "PrepareConfig",
     "RegenerateConfig",
+    "ReportConfig",
     "Section",
     "ServeConfig",
     "ServerConfig",
@@ -62,6 +68,9 @@ class Config(Section):
     store: StoreConfig = StoreConfig()
     fake: FakeConfig = FakeConfig()
     train: TrainConfig = TrainConfig()
+    export: ExportConfig = ExportConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    report: ReportConfig = ReportConfig()
 
 
 def load(

@@ -65,7 +65,16 @@ class ServeConfig(Section):
     sglang_version: str | None = None
     """Release that will run the command; default: the installed one."""
     python: str | None = None
-    """Interpreter that has SGLang."""
+    """Interpreter that has SGLang; with `--draft`, or that has vLLM."""
+    engine: Literal["sglang", "vllm"] = "sglang"
+    """With `--draft`: whose command; `--engine`."""
+    draft_steps: Annotated[int, Field(ge=1, le=16)] = 3
+    """With `--draft`: tokens drafted one after another in a cycle."""
+    draft_topk: Annotated[int, Field(ge=1, le=32)] = 1
+    """With `--draft`: branches at each step; 1 is a chain, which is all that vLLM drafts."""
+    draft_tokens: Annotated[int, Field(ge=2)] | None = None
+    """With `--draft` and branches: tokens that the target verifies in a cycle, the root included; default: 4 for each
+    step and the root."""
 
 
 class ExtractConfig(Section):

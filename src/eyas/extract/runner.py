@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -31,111 +28,19 @@ from eyas.extract.build import (
     open_store,
     static_info,
 )
+from eyas.extract.desk import Desk, snapshot
 from eyas.extract.engine import EngineInfo
 from eyas.extract.forecast import Forecast, forecast
-from eyas.extract.progress import RunView, Snapshot
-from eyas.extract.worker import Report
+from eyas.extract.progress import ExtractView
+from eyas.extract.summary import Summary
 from eyas.extract.workers import work_here, work_in_processes
 from eyas.positions import kept_counts
-from eyas.rates import human_bytes
 from eyas.signals import StopSignals
 from eyas.store.consumed import read_consumed, store_bytes
 from eyas.store.documents import journalled_rows
 from eyas.store.format import STORE_FILE
 from eyas.store.plan import Shard
 from eyas.store.writer import ShardState, StoreWriter
-
-_PROGRESS_EVENT_S = 5.0
-_SAY_AGAIN_S = 30.0
-
-
-@dataclass(slots=True)
-class Summary:
-    """How a run ended.
-
-    Attributes:
-        rows, tokens: in the corpus.
-        rows_done, tokens_done: stored and verified, earlier sessions included.
-        failed: rows recorded as failed, with `reasons` counted by name.
-        seconds, tokens_per_s: of this session, from its first shard (the first request follows at once) to the end;
-            speed counts only this session's rows.
-        bytes: of the complete shards.
-        forecast: what was planned.
-        consumed: numbers of shards that were trained on and removed; their rows count as stored.
-    """
-
-    rows: int
-    tokens: int
-    forecast: Forecast
-    rows_done: int = 0
-    tokens_done: int = 0
-    rows_now: int = 0
-    tokens_now: int = 0
-    failed: int = 0
-    retries: int = 0
-    waits: int = 0
-    seconds: float = 0.0
-    bytes: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    first_failures: list[str] = field(default_factory=list)
-    consumed: set[int] = field(default_factory=set)
-    stopped: bool = False
-    _shards: dict[int, tuple[int, int, int]] = field(default_factory=dict, repr=False)  # rows, tokens, failed
-
-    @property
-    def tokens_per_s(self) -> float:
-        """This session's speed, end to end."""
-        return self.tokens_now / self.seconds if self.seconds else 0.0
-
-    @property
-    def complete(self) -> bool:
-        """Every row is stored or recorded as failed."""
-        return self.rows_done + self.failed >= self.rows
-
-    def lines(self) -> list[tuple[str, str]]:
-        """The closing table, name and text."""
-        lines = [
-            ("rows", f"{self.rows_done:,} of {self.rows:,} stored, {self.failed:,} failed"),
-            ("tokens", f"{self.tokens_done:,}"),
-            ("store", human_bytes(self.bytes)),
-            (
-                "speed",
-                f"{self.tokens_per_s:,.0f} tokens/s over {self.seconds:.1f} s"
-                if self.rows_now
-                else "nothing left to do",
-            ),
-        ]
-        if self.consumed:
-            what = (
-                f"{len(self.consumed):,} shards were trained on and removed; to redo them remove their .consumed files"
-            )
-            lines.append(("consumed", what))
-        return lines + [("failed", f"{count} x {reason}") for reason, count in self.reasons.most_common()]
-
-    def add(self, report: Report) -> None:
-        """Fold one worker's news in."""
-        if report.leased:
-            self.hold(report.shard, report.rows, report.tokens, report.failed)
-            return
-        rows, tokens, failed = self._shards.get(report.shard, (0, 0, 0))
-        self.hold(report.shard, rows + report.rows, tokens + report.tokens, failed + report.failed)
-        self.rows_now += report.rows
-        self.tokens_now += report.tokens
-        self.retries += report.retries
-        self.waits += report.waits
-        if report.failure:
-            row, reason, detail = report.failure
-            self.reasons[reason] += 1
-            if len(self.first_failures) < 5:
-                self.first_failures.append(f"row {row}: {reason}" + (f" ({detail})" if detail else ""))
-
-    def hold(self, shard: int, rows: int, tokens: int, failed: int) -> None:
-        """Replace what was known of a shard. (It may be leased again in a run, and by other processes meanwhile.)"""
-        before = self._shards.get(shard, (0, 0, 0))
-        self._shards[shard] = (rows, tokens, failed)
-        self.rows_done += rows - before[0]
-        self.tokens_done += tokens - before[1]
-        self.failed += failed - before[2]
 
 
 def extract(
@@ -190,17 +95,20 @@ def extract(
             stored = f"{summary.rows_done:,} of {summary.rows:,} rows are stored and the same command resumes"
             error.hint = f"{error.hint}; {stored}" if error.hint else stored
             raise
-    if summary.complete:
-        return summary
+    if not summary.complete:
+        raise _unfinished(summary, writer)
+    return summary
+
+
+def _unfinished(summary: Summary, writer: StoreWriter) -> EyasError:
+    """Why a run ended before its store was complete."""
     if summary.stopped:
-        raise Interrupted(
-            f"stopped: {summary.rows_done:,} of {summary.rows:,} rows stored", store, "the same command resumes"
-        )
+        what = f"stopped: {summary.rows_done:,} of {summary.rows:,} rows stored"
+        return Interrupted(what, writer.root, "the same command resumes")
     left = [shard for shard in writer.plan.shards if not writer.state(shard).done]
     rows = sum(shard.rows for shard in left)
-    raise StoreError(
-        f"{len(left):,} shards of {rows:,} rows are not done: another process has leased them", store, "run it again"
-    )
+    what = f"{len(left):,} shards of {rows:,} rows are not done: another process has leased them"
+    return StoreError(what, writer.root, "run it again")
 
 
 def _run(
@@ -226,8 +134,8 @@ def _run(
     desk = None
     try:
         _count_complete(summary, writer, corpus)
-        view = RunView(console, _snapshot(summary, info))
-        desk = _Desk(summary, view, log, signals, job.cfg.extract.drain_s)
+        view = ExtractView(console, snapshot(summary, info))
+        desk = Desk(summary, view, log, signals, job.cfg.extract.drain_s)
         with view:
             if summary.complete:
                 pass  # no engine is started for a store that is done
@@ -360,79 +268,3 @@ async def _prove(job: Job, started: bool) -> EngineInfo:
         return await engine.start()
     finally:
         await engine.close()
-
-
-def _snapshot(summary: Summary, info: EngineInfo) -> Snapshot:
-    return Snapshot(
-        rows=summary.rows,
-        rows_done=summary.rows_done,
-        tokens=summary.tokens,
-        tokens_done=summary.tokens_done,
-        failed=summary.failed,
-        spool_quota=info.spool_bytes and info.spool_bytes * info.servers,
-    )
-
-
-class _Desk:
-    """Where the workers' reports become summary, view and log."""
-
-    def __init__(self, summary: Summary, view: RunView, log: EventLog, signals: StopSignals, drain_s: float) -> None:
-        self._summary, self._view, self._log = summary, view, log
-        self._signals, self._drain_s = signals, drain_s
-        self._said: dict[str, float] = {}
-        self._began_s: float | None = None
-        self._next_event_s = time.monotonic() + _PROGRESS_EVENT_S
-
-    @property
-    def seconds(self) -> float:
-        """Since the first shard was leased."""
-        return 0.0 if self._began_s is None else time.monotonic() - self._began_s
-
-    def news(self, report: Report) -> None:
-        """Take one report in."""
-        if self._began_s is None:
-            self._began_s = time.monotonic()
-        summary = self._summary
-        rows, tokens = summary.rows_done, summary.tokens_done
-        summary.add(report)
-        if report.note:
-            self.say(report.note)
-        if report.failure:
-            row, reason, detail = report.failure
-            self._log.emit("row_failed", row=row, reason=reason, detail=detail)
-        if report.retried:
-            row, attempt, reason, detail = report.retried
-            self._log.emit("row_retried", row=row, attempt=attempt, reason=reason, detail=detail)
-        if report.done:
-            self._log.emit("shard_done", shard=report.shard)
-        if report.leased:
-            self._view.resume(summary.rows_done - rows, summary.tokens_done - tokens)
-        self._view.update(
-            rows_done=summary.rows_done,
-            tokens_done=summary.tokens_done,
-            failed=summary.failed,
-            retries=summary.retries,
-            waits=summary.waits,
-        )
-        if time.monotonic() >= self._next_event_s:
-            self._next_event_s = time.monotonic() + _PROGRESS_EVENT_S
-            self._log.emit(
-                "progress", rows_done=summary.rows_done, tokens_done=summary.tokens_done, rate=self._view.rate()
-            )
-
-    def say(self, text: str) -> None:
-        """A line for the user and the log; not again within half a minute, however many rows meet the same."""
-        now = time.monotonic()
-        if now - self._said.get(text, -math.inf) > _SAY_AGAIN_S:
-            self._view.say(text)
-            self._log.emit("note", text=text)
-        self._said[text] = now
-
-    def tick(self, spool_bytes: int | None) -> None:
-        """Redraw, with the spool's bytes in use."""
-        if self._signals.stopped:
-            self.say(f"stopping: rows in flight have up to {self._drain_s:.0f} s; Ctrl-C again does not wait")
-        if spool_bytes is not None:
-            self._view.update(spool_bytes=spool_bytes)
-        else:
-            self._view.refresh()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import ssl
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -13,11 +11,11 @@ import httpx
 
 from eyas.capture.contract import LAST_PARAM, REPLY_KEY, SPEC_PARAM, CaptureReply, Refusal
 from eyas.config import ServerConfig
-from eyas.errors import ConfigError, EngineError, cause_of
+from eyas.errors import EngineError
 from eyas.extract.connections import Connections
 from eyas.extract.engine import CaptureRequest, Failed, Retry
+from eyas.extract.http import API_KEY_ENV, api_key, error_text, json_object, server_url, tls_fault, verification
 
-API_KEY_ENV: Final = "EYAS_API_KEY"  # what the settings do not give
 DUPLICATE_RID: Final = "duplicate-rid"
 OTHER_VOCABULARY: Final = "other-vocabulary"
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
@@ -55,7 +53,7 @@ class SGLangClient:
     """
 
     def __init__(self, url: str, cfg: ServerConfig, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        parsed = _parsed(url)
+        parsed = server_url(url)
         self.where = str(parsed.copy_with(username=None, password=None)).rstrip("/")
         self.port = parsed.port or (443 if parsed.scheme == "https" else 80)
         host = "localhost" if parsed.host in _LOOPBACK else parsed.host.lower()
@@ -63,7 +61,7 @@ class SGLangClient:
         # Compressed, a small reply could be a huge one.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         auth = httpx.BasicAuth(parsed.username, parsed.password) if parsed.username else None
-        if key := _api_key(cfg):
+        if key := api_key(cfg):
             headers["Authorization"], auth = f"Bearer {key}", None
         self._timeout_s = cfg.timeout_s
         self._http = httpx.AsyncClient(
@@ -71,7 +69,7 @@ class SGLangClient:
             headers=headers,
             auth=auth,
             # The caller's window bounds them. The server drops an idle connection after 5 s: be sure to be first.
-            transport=transport or Connections(_verification(cfg), _KEEP_ALIVE_S),
+            transport=transport or Connections(verification(cfg), _KEEP_ALIVE_S),
             trust_env=False,  # a proxy for the web must not swallow requests to a server in the next rack
         )
 
@@ -90,7 +88,7 @@ class SGLangClient:
             self._check_authorised(response)
             if response.status_code >= 500:
                 raise ServerAway("the server is not ready", self.where, f"it answers HTTP {response.status_code}")
-            info = _json_object(response) if response.status_code == 200 else {}
+            info = json_object(response) if response.status_code == 200 else {}
             if "model_path" in info:
                 return info
         raise EngineError(
@@ -109,7 +107,7 @@ class SGLangClient:
             except httpx.RequestError as error:
                 raise self.unreachable(error) from error
             self._check_authorised(response)
-            if response.status_code == 200 and (found := _json_object(response)):
+            if response.status_code == 200 and (found := json_object(response)):
                 return found
         return {}
 
@@ -141,8 +139,8 @@ class SGLangClient:
             return Failed("connection-lost", self._scrub(error), Retry.PROBE)
         self._check_authorised(response)
         if response.status_code != 200:
-            return http_failure(response.status_code, _message(response))
-        return _json_object(response)
+            return http_failure(response.status_code, error_text(response))
+        return json_object(response)
 
     async def _ask(
         self, method: str, path: str, limit: int, *, within_s: float, content: str | None = None
@@ -173,12 +171,8 @@ class SGLangClient:
 
     def unreachable(self, error: httpx.RequestError) -> EngineError:
         """Why the transport failed, for a person."""
-        match cause_of(error, ssl.SSLError):
-            case ssl.SSLCertVerificationError():
-                hint = "set server.ca_file to the authority that signed it"
-                return EngineError("no trust in the server's certificate", self.where, hint)
-            case ssl.SSLError():
-                return EngineError("no TLS with the server", self.where, "does it speak plain http?")
+        if (fault := tls_fault(error, self.where)) is not None:
+            return fault
         if isinstance(error, ReplyTooLarge):
             return EngineError("not an SGLang server", self.where, f"its answer has {error}")
         if isinstance(error, httpx.TimeoutException):
@@ -271,54 +265,3 @@ def is_echo(returned: Sequence[int], sent: Sequence[int], vocab_size: int) -> bo
     return len(returned) == len(sent) and all(
         back == token or (back == 0 and token == vocab_size - 1) for back, token in zip(returned, sent, strict=True)
     )
-
-
-def _parsed(url: str) -> httpx.URL:
-    hint = "for example http://localhost:30000"
-    try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError) as error:
-        raise ConfigError("not a server URL", hint=hint) from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError("not a server URL", parsed.copy_with(username=None, password=None), hint)
-    return parsed
-
-
-def _verification(cfg: ServerConfig) -> ssl.SSLContext:
-    if not cfg.verify_tls:
-        return httpx.create_ssl_context(verify=False)
-    if cfg.ca_file is None:
-        context = httpx.create_ssl_context()
-        context.load_default_certs()  # httpx knows the web's authorities; a company's are the system's
-        return context
-    try:
-        return ssl.create_default_context(cafile=str(cfg.ca_file))
-    except (OSError, ssl.SSLError) as error:
-        reason = error.strerror or str(error)
-        raise ConfigError("unreadable certificate file", cfg.ca_file, reason) from error
-
-
-def _api_key(cfg: ServerConfig) -> str:
-    """Raises ConfigError, which does not show it, for a key that no HTTP header can carry."""
-    key = cfg.api_key.get_secret_value() if cfg.api_key is not None else os.environ.get(API_KEY_ENV, "")
-    if not (key.isascii() and key.isprintable()) or key != key.strip():
-        hint = f"check server.api_key or {API_KEY_ENV} for spaces, line ends and quotation marks"
-        raise ConfigError("the API key holds a character that no HTTP header can carry", hint=hint)
-    return key
-
-
-def _json_object(response: httpx.Response) -> dict[str, Any]:
-    try:
-        body = response.json()
-    except (ValueError, RecursionError):  # not JSON, or nested without end
-        return {}
-    return body if isinstance(body, dict) else {}
-
-
-def _message(response: httpx.Response) -> str:
-    """The text of an error reply, whichever of the server's three shapes it has; one short line."""
-    body = _json_object(response)
-    error = body.get("error", body)
-    found = (error.get("message") or error.get("detail")) if isinstance(error, dict) else error
-    text = str(found) if found else response.text
-    return " ".join(text.split())[:300]

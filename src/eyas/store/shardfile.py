@@ -89,21 +89,11 @@ def read_index(fd: int, where: object) -> ShardIndex:
     """
     size = os.fstat(fd).st_size
     try:
-        if size < 8:
-            raise ValueError("shorter than a safetensors header")
-        length = int.from_bytes(pread_all(fd, 0, 8), "little")
-        if length > min(MAX_HEADER_BYTES, size - 8):
-            raise ValueError("no safetensors header")
-        layout = parse_header(memoryview(pread_all(fd, 0, 8 + length)), size)
-        shard, spec, expected = _metadata_shard(dict(layout.metadata), layout)
-        if expected.header != layout.header:
-            raise ValueError("header is not the one this format writes")
-        head_stop, tail_start = layout.tensors["aux"].start, layout.tensors["last"].stop
-        if (outside := head_stop + size - tail_start) > _MAX_INDEX_BYTES:
-            raise ValueError(f"an index of {outside} bytes, at most {_MAX_INDEX_BYTES} are read")
+        layout, shard, spec = _read_header(fd, size)
     except (ValueError, KeyError, IndexError) as error:
         raise IntegrityError("not a shard of a store", where, str(error)) from error
 
+    head_stop, tail_start = layout.tensors["aux"].start, layout.tensors["last"].stop
     head, tail = pread_all(fd, 0, head_stop), pread_all(fd, tail_start, size)
     digest = xxhash.xxh3_64(head)
     digest.update(tail)
@@ -114,19 +104,8 @@ def read_index(fd: int, where: object) -> ShardIndex:
         count = (info.stop - info.start) // np.dtype(dtype).itemsize
         return np.frombuffer(data, dtype, count, info.start - base).reshape(info.shape)
 
-    row_offsets, last_index, row_status = (
-        view("row_offsets", "<i8"),
-        view("last_index", "<i4"),
-        view("row_status", "u1"),
-    )
-    ascending = bool(np.all(np.diff(row_offsets) > 0)) and bool(np.all(np.diff(last_index) > 0))
-    if not ascending or row_offsets[0] != 0 or row_offsets[-1] != shard.tokens:
-        raise IntegrityError("shard index contradicts itself", where, "row_offsets or last_index out of order")
-    if len(last_index) and (last_index[0] < 0 or last_index[-1] >= shard.tokens):
-        raise IntegrityError("shard index contradicts itself", where, "last_index leaves the shard")
-    if np.any(row_status > max(RowStatus)):
-        raise IntegrityError("shard index contradicts itself", where, "unknown row_status")
-    return ShardIndex(
+    row_offsets, last_index = view("row_offsets", "<i8"), view("last_index", "<i4")
+    index = ShardIndex(
         shard=shard,
         spec=spec,
         corpus=layout.metadata["corpus"],
@@ -138,9 +117,41 @@ def read_index(fd: int, where: object) -> ShardIndex:
         last_index=last_index,
         tokens=view("tokens", "<i4"),
         loss_mask=view("loss_mask", "u1"),
-        row_status=row_status,
+        row_status=view("row_status", "u1"),
         index_xxh3=digest.intdigest(),
     )
+    if contradiction := _contradiction(index):
+        raise IntegrityError("shard index contradicts itself", where, contradiction)
+    return index
+
+
+def _read_header(fd: int, size: int) -> tuple[Layout, Shard, CaptureSpec]:
+    """Raises ValueError, KeyError or IndexError unless it is, byte for byte, the header that this format writes."""
+    if size < 8:
+        raise ValueError("shorter than a safetensors header")
+    length = int.from_bytes(pread_all(fd, 0, 8), "little")
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise ValueError("no safetensors header")
+    layout = parse_header(memoryview(pread_all(fd, 0, 8 + length)), size)
+    shard, spec, expected = _metadata_shard(dict(layout.metadata), layout)
+    if expected.header != layout.header:
+        raise ValueError("header is not the one this format writes")
+    if (outside := layout.tensors["aux"].start + size - layout.tensors["last"].stop) > _MAX_INDEX_BYTES:
+        raise ValueError(f"an index of {outside} bytes, at most {_MAX_INDEX_BYTES} are read")
+    return layout, shard, spec
+
+
+def _contradiction(index: ShardIndex) -> str:
+    """What is wrong between an index's own arrays; nothing is an empty text."""
+    rows, last, tokens = index.row_offsets, index.last_index, index.shard.tokens
+    ascending = bool(np.all(np.diff(rows) > 0)) and bool(np.all(np.diff(last) > 0))
+    if not ascending or rows[0] != 0 or rows[-1] != tokens:
+        return "row_offsets or last_index out of order"
+    if len(last) and (last[0] < 0 or last[-1] >= tokens):
+        return "last_index leaves the shard"
+    if np.any(index.row_status > max(RowStatus)):
+        return "unknown row_status"
+    return ""
 
 
 UNKNOWN_REASON: Final = "unknown"  # of a failed row whose journal is gone

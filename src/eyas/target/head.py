@@ -100,6 +100,26 @@ class Head:
         parts = [self._log_probs(*part) for part in zip(last_LH.split(_ROWS), ids_L.split(_ROWS), strict=True)]
         return torch.cat(parts)
 
+    @torch.no_grad()
+    def logits(self, last_LH: torch.Tensor) -> torch.Tensor:
+        """[L, rows] float32, all at once: for a few states, or a head read in part."""
+        return self._logits(last_LH.to(self.weight.device).float(), slice(None))
+
+    @torch.no_grad()
+    def best(self, last_LH: torch.Tensor) -> torch.Tensor:
+        """[L] int64 the most likely token after each state [L, H]; of a head read in part, among its rows."""
+        parts = [self._best(part.to(self.weight.device).float()) for part in last_LH.split(_ROWS)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def _best(self, states: torch.Tensor) -> torch.Tensor:
+        best = torch.full((len(states),), -torch.inf, device=states.device)
+        ids = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+        for start in range(0, len(self.weight), _BLOCK):
+            found = self._logits(states, slice(start, start + _BLOCK)).max(-1)
+            ids = torch.where(found.values > best, found.indices + start, ids)
+            best = torch.maximum(best, found.values)
+        return ids
+
     def _log_probs(self, last_RH: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
         states = last_RH.to(self.weight.device).float()
         ids = ids_R.to(self.weight.device).long()

@@ -44,7 +44,7 @@ PICKLED: Final = "pytorch_model.bin"
 ARCHITECTURE: Final = "LlamaForCausalLMEagle3"
 SECTION: Final = "eyas"  # of config.json: what no server reads
 _EMBEDDING: Final = "embed_tokens.weight"
-_FILES: Final = (CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", PICKLED)
+FILES: Final = (CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", PICKLED)
 _DTYPES: Final = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 #: Names by which the same tensors are known elsewhere.
 _RENAMES: Final = (
@@ -101,14 +101,14 @@ class DraftCheckpoint:
             ConfigError: no such checkpoint; a name or shape too many, too few or wrong; a step that is not this one;
                 or it is for another target.
         """
-        folder = find_folder(str(model), _FILES)
+        folder = find_folder(str(model), FILES)
         raw = read_config(folder)
         where = folder / CONFIG_FILE
         try:
             config = config_from_json(raw, target, where, aux_layers)
         except (TypeError, ValueError, AttributeError, KeyError) as error:  # anybody may have written it
             raise ConfigError("the draft's config holds values of other types", where, first_line(error)) from error
-        tensors = canonical(_read(folder), folder)
+        tensors = canonical(stored_tensors(folder), folder)
         maps = {name: tensors.pop(name, None) for name in ("d2t", "t2d", _EMBEDDING)}
         _check_tensors(config, tensors, folder)
         facts = _section(raw)
@@ -270,9 +270,13 @@ def config_from_json(
     target_hidden = raw.get("target_hidden_size") or hidden
     if target_hidden != target.hidden_size:
         raise ConfigError(f"a draft for states of {target_hidden}, the target has {target.hidden_size}", where)
-    layers = tuple(aux_layers or _section(raw).get("aux_layers") or ())
+    layers = tuple(aux_layers or ())
     if not layers:
         layers = layer_ids.from_config(raw, target.num_layers, str(target.config.get("model_type", "")), where)
+        trained = tuple(_section(raw).get("aux_layers") or layers)
+        if trained != layers:
+            what = f"trained on layers {list(trained)}, but its ids mean {list(layers)}"
+            raise ConfigError(what, where, "the ids were changed by hand: publish it anew with eyas export")
     if (count := raw.get("num_aux_hidden_states")) not in (None, len(layers)):
         raise ConfigError(f"a draft of {count} layer outputs, but layers {list(layers)}", where)
     rope = RopeConfig.from_config(layer, where)
@@ -368,7 +372,12 @@ def _section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _read(folder: Path) -> dict[str, torch.Tensor]:
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint under the name it is stored by, mapped where the format can be.
+
+    Raises:
+        ConfigError: there are none, or they cannot be read without running code.
+    """
     if files := weight_map(folder):
         return dict(read_tensors(folder, files))
     path = folder / PICKLED

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
+
+import torch
 
 from eyas.train.batch import Batch
 from eyas.train.prefetch import Prefetcher
@@ -42,13 +44,32 @@ class Plan(NamedTuple):
     known: Callable[[], tuple[int, bool]]
 
 
-class Depth(Protocol):
-    """How far ahead is read: `eyas.train.reader.Reading`."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How rows are read. None of it changes the batches.
 
-    @property
-    def threads(self) -> int: ...
-    @property
-    def prefetch(self) -> int: ...
+    Attributes:
+        threads: that read and pack; 0 reads when a batch is asked for.
+        prefetch: batches that exist at a time before they are handed over.
+        floats: dtype of the states; None is as stored, bfloat16 for quantised ones.
+        pin: batches in page-locked memory; None: where there is a GPU.
+        verify: compare whole rows with their checksums.
+        follow: the store may still be written: epoch 0 takes its shards in the plan's order and waits for them.
+        disk_budget: with `follow`, remove shards that were used, to leave room in so many bytes. One epoch only.
+        eval_rows: at most so many of the rows held out are evaluated.
+        poll_s, patience_s: seconds between looks at a store that is being written, and longest without anything new.
+    """
+
+    threads: int = 2
+    prefetch: int = 4
+    floats: torch.dtype | None = None
+    pin: bool | None = None
+    verify: bool = True
+    follow: bool = False
+    disk_budget: int | None = None
+    eval_rows: int = 512
+    poll_s: float = 1.0
+    patience_s: float = 3600.0
 
 
 class EpochBatches:
@@ -70,7 +91,7 @@ class EpochBatches:
         plan: Plan,
         make: Callable[[list[int]], tuple[Batch, ReadStats]],
         start: int,
-        depth: Depth,
+        depth: Reading,
         feed: Callable[[EpochBatches], None] | None,
     ) -> None:
         self._plan, self._next = plan, start

@@ -9,7 +9,8 @@ Here and in a store `aux_layers` are 0-based layers whose *output* is read: [L].
     eagle_aux_hidden_state_layer_ids                vLLM reads this one first (its new model runner: alone), and means
         the state after k layers: [L + 1].
 
-Left out, both take the inputs of layers 2, N // 2 and N - 3: the outputs 1, N // 2 - 1 and N - 4.
+Left out, both take the inputs of layers 2, N // 2 and N - 3: the outputs 1, N // 2 - 1 and N - 4; but SGLang's
+MiniMax-M3 takes one further, so that for it ids are always written.
 Sources: SGLang 0.5.23 `set_eagle3_layers_to_capture` of each model and spec_aux_hidden_state.py; vLLM 0.32
 gpu_model_runner.py, eagle3_utils.py, interfaces.py.
 """
@@ -26,6 +27,7 @@ KEY: Final = "eagle_aux_hidden_state_layer_ids"
 NESTED: Final = "eagle_config"
 #: `model_type`s whose SGLang class adds 1 only where the first id is 1.
 _ADDS_TO_ONE: Final = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite")
+_DEFAULTS_TO_OUTPUTS: Final = ("minimax_m3", "minimax_m3_vl")  # SGLang adds 1 to its default there
 _MIN_LAYERS: Final = 7  # below, the default layers collide
 
 
@@ -49,6 +51,14 @@ def layers_of_sglang(ids: Sequence[int], family: str, num_layers: int) -> list[i
     return [layer - 1 for layer in ids] if inputs else list(ids)
 
 
+def default_of_servers(num_layers: int, family: str) -> tuple[int, ...] | None:
+    """`aux_layers` that SGLang (vLLM: with an empty family) reads where no ids are named; None where they collide."""
+    if num_layers < _MIN_LAYERS:
+        return None
+    further = family in _DEFAULTS_TO_OUTPUTS
+    return tuple(layer + further for layer in default_layers(num_layers))
+
+
 def to_config(layers: Sequence[int], num_layers: int, family: str) -> dict[str, Any]:
     """Keys of config.json for both servers; no ids where their default is meant.
 
@@ -56,7 +66,7 @@ def to_config(layers: Sequence[int], num_layers: int, family: str) -> dict[str, 
         ConfigError: as `sglang_ids`.
     """
     nested: dict[str, Any] = {"use_aux_hidden_state": True}
-    if num_layers >= _MIN_LAYERS and tuple(layers) == default_layers(num_layers):
+    if tuple(layers) == default_of_servers(num_layers, "") == default_of_servers(num_layers, family):
         return {NESTED: nested}
     return {NESTED: nested | {KEY: sglang_ids(layers, family)}, KEY: [layer + 1 for layer in layers]}
 

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,39 +32,11 @@ from eyas.store.documents import read_store_info
 from eyas.store.rowfile import RowReader, RowTable, Scratch
 from eyas.train.batch import Batch, Sample
 from eyas.train.budget import DiskBudget
-from eyas.train.feed import EpochBatches, Plan, ReadStats
+from eyas.train.feed import EpochBatches, Plan, Reading, ReadStats
 from eyas.train.sampler import Counts, EpochOrder, Sampling, is_held_out, mixed, shard_of, shards_of, windows
 from eyas.train.supply import Say, Supply
 
 Pack = Callable[[Sequence[Sample]], Batch]
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How rows are read. None of it changes the batches.
-
-    Attributes:
-        threads: that read and pack; 0 reads when a batch is asked for.
-        prefetch: batches that exist at a time before they are handed over.
-        floats: dtype of the states; None is as stored, bfloat16 for quantised ones.
-        pin: batches in page-locked memory; None: where there is a GPU.
-        verify: compare whole rows with their checksums.
-        follow: the store may still be written: epoch 0 takes its shards in the plan's order and waits for them.
-        disk_budget: with `follow`, remove shards that were used, to leave room in so many bytes. One epoch only.
-        eval_rows: at most so many of the rows held out are evaluated.
-        poll_s, patience_s: seconds between looks at a store that is being written, and longest without anything new.
-    """
-
-    threads: int = 2
-    prefetch: int = 4
-    floats: torch.dtype | None = None
-    pin: bool | None = None
-    verify: bool = True
-    follow: bool = False
-    disk_budget: int | None = None
-    eval_rows: int = 512
-    poll_s: float = 1.0
-    patience_s: float = 3600.0
 
 
 class TrainReader:

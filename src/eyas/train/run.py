@@ -30,6 +30,7 @@ from eyas.config import TrainConfig
 from eyas.config.train import FREE
 from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError, StoreError, TrainError
+from eyas.events import versions
 from eyas.rates import human_time
 from eyas.signals import StopSignals
 from eyas.store.documents import read_store_info
@@ -163,6 +164,7 @@ def _train(cfg: TrainConfig, inputs: Inputs, world: World, signals: StopSignals,
         recorder.note(
             "start", step=progress.step, total=progress.total, ranks=world.size, device=str(world.device),
             parameters=objective.draft.num_parameters, draft_vocab=len(vocab), settings=cfg.model_dump(mode="json"),
+            versions=versions(),
         )  # fmt: skip
         with TrainView(console, progress.total, progress.step) as view:
             parts = Parts(

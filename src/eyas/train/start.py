@@ -38,14 +38,14 @@ def start_like_target(draft: Eagle3Draft, target: Target, vocab: DraftVocab) -> 
         return False
     rows = Head.load(target, rows=vocab.target_ids).weight.float()
     draft.lm_head.weight.copy_(rows / rows.pow(2).sum(-1).mean().sqrt())
-    if (gain := _final_gain(target)) is not None:
+    if (gain := final_gain(target)) is not None:
         draft.norm.weight.copy_(gain / gain.pow(2).mean().sqrt())
     draft.fc.weight.zero_()
     draft.fc.weight[:, -size:].fill_diagonal_(1.0)
     return True
 
 
-def _final_gain(target: Target) -> torch.Tensor | None:
+def final_gain(target: Target) -> torch.Tensor | None:
     """[H] factors of the target's final norm if that is an RMS norm, in whatever form its weights are kept.
 
     An RMS norm turns ones into its factors and minus ones into their opposites; one that subtracts a mean, or adds a

@@ -1,28 +1,24 @@
-"""How far a training run is: a live panel on a terminal, a plain line now and then elsewhere."""
+"""How far a training run is."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Self
+from typing import Final
 
 from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 
 from eyas.acceptance import accept_length
+from eyas.liveview import LiveView
 from eyas.rates import ETA_WINDOW_S, RateMeter, human_time
 from eyas.train.metrics import EvalFacts, StepFacts
 
-_PLAIN_EVERY_S: Final = 10.0
-_PANEL_EVERY_S: Final = 0.25
 _SMOOTHED: Final = 50  # steps over which loss and accuracy are averaged
 
 
-class TrainView:
-    """Shows a run; feed it from one thread, and use it as a context manager.
+class TrainView(LiveView):
+    """Shows a training run.
 
     Args:
         console: where it goes.
@@ -34,23 +30,11 @@ class TrainView:
     def __init__(
         self, console: Console, total: int | None, done: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console, self._clock = console, clock
+        super().__init__(console, "train", clock)
         self._total, self._step = total, done
         self._speed, self._outlook = RateMeter(), RateMeter(ETA_WINDOW_S)
         self._recent: deque[StepFacts] = deque(maxlen=_SMOOTHED)
         self._evaluated: EvalFacts | None = None
-        self._live = Live(console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
-        self._every_s = _PANEL_EVERY_S if self._live else _PLAIN_EVERY_S
-        self._next_s = clock() + (0.0 if self._live else self._every_s)
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
 
     def step(self, facts: StepFacts) -> None:
         """One more optimiser step."""
@@ -71,23 +55,9 @@ class TrainView:
             f"{facts.rows:,} rows, by position {positions}, loss {facts.loss:.4f}"
         )
 
-    def say(self, text: str) -> None:
-        """A line of its own, above the panel."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     def rate(self) -> float | None:
         """Positions a second over the last minute."""
         return self._speed.rate(self._clock())
-
-    def refresh(self) -> None:
-        """Redraw when it is time to."""
-        if self._clock() < self._next_s:
-            return
-        self._next_s = self._clock() + self._every_s
-        if self._live:
-            self._live.update(self._panel())
-        else:
-            self._console.print(self._line(), highlight=False, soft_wrap=True)
 
     def _parts(self) -> list[tuple[str, str]]:
         rate = self.rate()
@@ -128,14 +98,5 @@ class TrainView:
         eta = self._outlook.eta(self._clock(), self._total - self._step)
         return f"{human_time(eta.seconds)} ({human_time(eta.low)} to {human_time(eta.high)})" if eta else "-"
 
-    def _line(self) -> str:
-        share = f"{self._step / self._total:6.1%}  " if self._total else ""
-        return share + "  ".join(f"{name} {text}" for name, text in self._parts())
-
-    def _panel(self) -> Table:
-        grid = Table.grid(padding=(0, 1))
-        bar = ProgressBar(total=self._total, completed=self._step, width=50, pulse=self._total is None)
-        grid.add_row("train", bar)
-        for name, text in self._parts():
-            grid.add_row(name, text)
-        return grid
+    def _progress(self) -> tuple[int, int | None]:
+        return self._step, self._total

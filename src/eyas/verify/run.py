@@ -26,6 +26,7 @@ from eyas.store.plan import Shard
 from eyas.store.reader import StoreReader
 from eyas.verify.against import compare_with_model
 from eyas.verify.logits import audit_by_logits
+from eyas.verify.record import record
 from eyas.verify.report import VerifyReport
 
 _BROKEN: Final = {ProblemKind.SIDECAR, ProblemKind.STRUCTURE, ProblemKind.UNREADABLE, ProblemKind.INDEX_HASH}
@@ -42,7 +43,7 @@ def verify(
     cfg: Config | None = None,
     console: Console | None = None,
 ) -> VerifyReport:
-    """Check a store.
+    """Check a store; what was found stays in the store's log, where it can be written.
 
     Args:
         store: its folder.
@@ -69,15 +70,16 @@ def verify(
         report.notes.append("identity: name the --corpus")
     if {problem.kind for problem in checked.problems} & _BROKEN:
         report.notes.append("values: the bytes are not as they should be")
-        return report
-    if against is not None:
-        report.comparison = compare_with_model(StoreReader(store), against, sample, cfg.extract, console)
-    if logits is not None:
-        report.audit = audit_by_logits(StoreReader(store), logits, lm_head, sample, cfg, console)
-    if against is None and logits is None:
-        report.notes.append("values: name the model with --against, or a server of it with --logits")
-    elif against is None:
-        report.notes.append("values of the captured layers: name the model with --against")
+    else:
+        if against is not None:
+            report.comparison = compare_with_model(StoreReader(store), against, sample, cfg.extract, console)
+        if logits is not None:
+            report.audit = audit_by_logits(StoreReader(store), logits, lm_head, sample, cfg, console)
+        if against is None and logits is None:
+            report.notes.append("values: name the model with --against, or a server of it with --logits")
+        elif against is None:
+            report.notes.append("values of the captured layers: name the model with --against")
+    record(report, against)
     return report
 
 

@@ -12,13 +12,11 @@ import contextlib
 import hashlib
 import json
 import math
-import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -41,6 +39,7 @@ from eyas.data.sources import Input, open_sources
 from eyas.data.template import Encoded, Template
 from eyas.data.template.encoder import CUT_AT_LIMIT
 from eyas.errors import ConfigError
+from eyas.signals import StopSignals
 
 _DEFAULTS = PrepareConfig()
 
@@ -83,7 +82,7 @@ def prepare(
     evaluations = EvaluationIndex.read(cfg.decontaminate) if cfg.decontaminate else None
     settings = EncodeSettings(target, cfg, evaluations)
     folder = OutFolder(out, (one.path for one in opened))
-    with _Stop() as stop, Team(settings, cfg.workers) as team:
+    with StopSignals() as stop, Team(settings, cfg.workers) as team:
         team.start_for(sum(map(_size, opened)))
         template = template or settings.load_template()
         known_as = str(Path(target).resolve()) if Path(target).is_dir() else target  # good from any folder
@@ -108,7 +107,7 @@ def prepare(
     return report
 
 
-def _checked(chunks: Iterable[tuple[Chunk, EncodedChunk]], stop: _Stop) -> Iterator[tuple[Chunk, EncodedChunk]]:
+def _checked(chunks: Iterable[tuple[Chunk, EncodedChunk]], stop: StopSignals) -> Iterator[tuple[Chunk, EncodedChunk]]:
     for chunk in chunks:
         stop.check()
         yield chunk
@@ -312,35 +311,3 @@ def _nothing_left(report: PrepareReport, inputs: Sequence[Input]) -> ConfigError
     prompts = f"; {answer}" if report.prompts else ""
     what = "empty corpus: no usable row is left"
     return ConfigError(what, where, f"read {report.read:,}, dropped {counts}{first}{prompts}")
-
-
-class _Stop:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt, so that what was half made is removed.
-
-    Where Python ignores exceptions (a destructor, a callback of the import system) that would be lost: `check` raises
-    it again.
-    """
-
-    def __init__(self) -> None:
-        self._came = False
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {signal.SIGTERM: signal.signal(signal.SIGTERM, self._on)}
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, or someone's own
-                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._on)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def check(self) -> None:
-        """Raises KeyboardInterrupt where one of them came."""
-        if self._came:
-            raise KeyboardInterrupt
-
-    def _on(self, _number: int, _frame: FrameType | None) -> None:
-        self._came = True
-        raise KeyboardInterrupt

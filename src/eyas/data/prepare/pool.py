@@ -25,6 +25,7 @@ from eyas.data.prepare.encode import ChunkEncoder, EncodedChunk, EncodeSettings
 from eyas.data.sources import Input, Raw
 from eyas.data.template import Template
 from eyas.errors import ConfigError, EyasError
+from eyas.signals import heeded
 
 #: A chunk is closed at the first of these: what one call of the tokenizer takes, and what one process holds.
 CHUNK_ROWS: Final = 512
@@ -221,7 +222,7 @@ def _interrupts_held() -> Iterator[None]:
         return
     resource_tracker.ensure_running()  # lifts the mask where it starts late
     came: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in heeded()}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited
     try:
         yield

@@ -1,40 +1,28 @@
 """The exact command that starts an SGLang server with the capture plugin active.
 
-`serve_command` is a pure plan (flags by release, plugin settings by environment); `ServeCommand.shell` prints it for
-another machine, `ServeCommand.run` becomes it.
+`serve_command` is a pure plan: flags by release, plugin settings by environment.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import ipaddress
 import json
-import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from eyas.capture.contract import (
-    DTYPES,
-    LAST_MODES,
-    SETTINGS_ENV,
-    WRITER_MODES,
-    ServerSettings,
-    default_layers,
-)
+from eyas.capture.contract import DTYPES, LAST_MODES, default_layers
+from eyas.capture.settings import SETTINGS_ENV, WRITER_MODES, ServerSettings
 from eyas.errors import ConfigError
+from eyas.serve.command import LOOPBACK, SOME_PYTHON, ServeCommand, exposure, option_of
 
 NEWEST_TESTED: Final = "0.5.23"
-LOOPBACK: Final = "127.0.0.1"
-_SOME_PYTHON: Final = "python"  # on the machine where a printed command will be run
 OLDEST_SUPPORTED: Final = "0.5.17"
 _OWN_FLAGS_SINCE: Final = (0, 5, 23)  # the first release with --enable-return-aux-hidden-states
 
@@ -59,43 +47,6 @@ _EAGLE3_ONLY: Final = frozenset(
         "Qwen2_5_VLForConditionalGeneration",
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ServeCommand:
-    """A command line and what it needs in the environment.
-
-    Attributes:
-        argv: the program and its arguments.
-        env: variables to add to the environment.
-        note: what was assumed and may be wrong elsewhere.
-        warning: what makes the server a danger where it stands.
-    """
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    note: str = ""
-    warning: str = ""
-
-    def shell(self) -> str:
-        """One line to paste into a POSIX shell: environment first, everything quoted."""
-        return " ".join([*(f"{key}={shlex.quote(value)}" for key, value in self.env.items()), shlex.join(self.argv)])
-
-    def run(self) -> NoReturn:
-        """Replace this process by the server.
-
-        Raises:
-            ConfigError: when the program cannot be started.
-        """
-        if self.argv[0] == _SOME_PYTHON:
-            hint = "set serve.python to the interpreter that has it"
-            raise ConfigError("SGLang is not installed in this environment", sys.prefix, hint)
-        try:
-            os.execvpe(self.argv[0], list(self.argv), {**os.environ, **self.env})
-        except OSError as error:
-            raise ConfigError(
-                f"cannot start the server ({error.strerror})", self.argv[0], "name the Python that has SGLang installed"
-            ) from error
 
 
 def installed_sglang() -> str | None:
@@ -168,38 +119,16 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
         writer_threads=writer_threads,
         arena_bytes=arena_bytes,
     )
-    program = python or (sys.executable if installed else _SOME_PYTHON)
+    program = python or (sys.executable if installed else SOME_PYTHON)
     # Paths that hold from whatever folder the command is pasted into.
     served = str(Path(model).resolve()) if Path(model).is_dir() else model
     argv = (program, "-m", "sglang.launch_server", "--model-path", served, "--port", str(port))
-    said = _option(extra, "--host")
+    said = option_of(extra, "--host")
     listens = () if said is not None else ("--host", host)
     flags = _capture_flags(version, chosen, config.get("architectures"))
     note = "" if sglang_version or installed else assumed
-    warning = _exposure(host if said is None else said, extra)
+    warning = exposure(host if said is None else said, extra)
     return ServeCommand((*argv, *listens, *flags, *extra), {SETTINGS_ENV: settings.to_env()}, note, warning)
-
-
-def _option(arguments: Sequence[str], name: str) -> str | None:
-    """The value of an option among SGLang's own arguments, the last one said; None where it is not said."""
-    said = None
-    for at, argument in enumerate(arguments):
-        if argument == name:
-            said = arguments[at + 1] if at + 1 < len(arguments) else ""
-        elif argument.startswith(f"{name}="):
-            said = argument.partition("=")[2]
-    return said
-
-
-def _exposure(host: str, extra: Sequence[str]) -> str:
-    """What listening on `host` means; empty for this machine's own addresses and for a server that asks for a key."""
-    try:
-        local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = host == "localhost"
-    if local or _option(extra, "--api-key") is not None:
-        return ""
-    return f"whoever reaches {host} may use this server and stop it: give SGLang an --api-key, or listen on {LOOPBACK}"
 
 
 def _sglang_of(python: str) -> str | None:

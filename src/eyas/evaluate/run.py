@@ -1,0 +1,305 @@
+"""`eyas evaluate` without a server: simulation on a store, or decoding of questions in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from eyas.capture.contract import field_hash, token_hash
+from eyas.config import EvaluateConfig
+from eyas.data.corpus import Corpus
+from eyas.data.template import Template
+from eyas.errors import ConfigError, Interrupted
+from eyas.evaluate.decode import Sampling, TargetModel, decode
+from eyas.evaluate.drafting import Drafter, Drafting
+from eyas.evaluate.head import Head, load_drafter
+from eyas.evaluate.journal import Journal
+from eyas.evaluate.questions import Question, benchmark_of, digest_of, read_questions
+from eyas.evaluate.results import Evaluation, PromptCounts, by_category
+from eyas.evaluate.walk import answers, walk
+from eyas.extract.hf import load_model, torch_device
+from eyas.signals import StopSignals
+from eyas.store.reader import StoreReader
+from eyas.target.checkpoint import Target
+from eyas.train.sampler import is_held_out
+
+_DTYPES: Final = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+_NO_CATEGORY: Final = "none"
+
+
+class Evaluated(NamedTuple):
+    """An evaluation and the file that keeps it."""
+
+    evaluation: Evaluation
+    path: Path
+
+
+class _Setting(NamedTuple):
+    """What both ways need."""
+
+    head: Head
+    cfg: EvaluateConfig
+    plan: Drafting
+    target: Target
+    console: Console
+    command: str
+
+    @property
+    def device(self) -> torch.device:
+        return torch_device(self.cfg.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.cfg.dtype]
+
+
+def evaluate(draft: str | Path, cfg: EvaluateConfig, *, console: Console | None = None, command: str = "") -> Evaluated:
+    """Measure a drafter offline; the file goes to `cfg.out`, else the drafter's run, else the current folder.
+
+    One that was stopped goes on where it was.
+
+    Args:
+        draft: its folder, its run's, or a hub id.
+        cfg: `store` or `questions` must be named, not both.
+        console: where progress goes.
+        command: kept in the file.
+
+    Raises:
+        ConfigError: settings, or inputs that do not belong together.
+        StoreError, IntegrityError: the store or the disk. EngineError: the target cannot be loaded.
+        Interrupted: Ctrl-C or SIGTERM.
+    """
+    if (cfg.store is None) == (cfg.questions is None):
+        hint = "--store STORE simulates, --questions FILE decodes, --server URL asks a server"
+        raise ConfigError("one thing to measure on must be named", "eyas evaluate", hint)
+    if cfg.sample_drafts and not cfg.temperature:
+        raise ConfigError("sampled drafts need a temperature", "evaluate.sample_drafts", "set evaluate.temperature")
+    drafts_by = cfg.temperature if cfg.sample_drafts else 0.0
+    plan = dataclasses.replace(Drafting.of(cfg.depth, cfg.topk, cfg.draft_tokens, drafts_by), keys=cfg.tree_keys)
+    head = Head.find(str(draft))
+    console = console or Console(stderr=True)
+    with StopSignals():
+        corpus = Corpus.open(path) if (path := head.corpus(cfg.corpus)) else None
+        target = head.target(cfg.target, corpus.meta.model if corpus else None)
+        setting = _Setting(head, cfg, plan, target, console, command)
+        return _simulate(setting, corpus) if cfg.store is not None else _decode(setting)
+
+
+# --- on a store -------------------------------------------------------------------------------------------------------
+
+
+def _simulate(setting: _Setting, corpus: Corpus | None) -> Evaluated:
+    cfg, target = setting.cfg, setting.target
+    assert cfg.store is not None
+    if cfg.temperature:
+        hint = "the store's text is what was written; --questions decodes at a temperature"
+        raise ConfigError("a simulation has no temperature", "evaluate.temperature", hint)
+    reader = StoreReader(cfg.store)
+    _check_store(reader, corpus, target)
+    drafter, checkpoint = load_drafter(setting.head, target, setting.device, setting.dtype)
+    columns = _columns(reader.spec.layers, drafter.config.aux_layers, cfg.store)
+    is_trained_on = checkpoint.vocab.corpus_digest == reader.info.corpus["digest"]
+    chosen, note = _rows(reader, setting, is_trained_on)
+    prompts = hashlib.sha256()
+    for index in chosen:
+        row = reader[index]
+        start = next(iter(answers(row.loss_mask.numpy())), (0, 0))[0]
+        prompts.update(token_hash(row.tokens[:start].tolist()).encode())
+
+    def counts(index: int) -> PromptCounts:
+        row = reader[index]
+        read = dataclasses.replace(row, aux=row.aux[:, columns]) if columns else row
+        cycles = walk(drafter, read, setting.plan)
+        source = corpus[row.row].source if corpus else ""
+        return PromptCounts(source or _NO_CATEGORY, int(row.loss_mask.sum()), cycles)
+
+    head = _evaluation(setting, "store", "offline-simulated", cfg.store.resolve().name, prompts.hexdigest()[:32])
+    return _finish(setting, head, chosen, counts, [note] if note else [])
+
+
+def _rows(reader: StoreReader, setting: _Setting, is_trained_on: bool) -> tuple[list[int], str]:
+    """Which rows, and what a reader should know about them."""
+    cfg, everything = setting.cfg, range(len(reader))
+    share, note = cfg.held_out, ""
+    if share is None and is_trained_on:
+        share = setting.head.settings.get("eval_share") or 0.0
+        if not share:
+            note = "the drafter was trained on this corpus, and which rows it did not see is not known"
+    chosen = list(everything)
+    if share and share < 1:
+        hashes = np.array([field_hash(reader[i].tokens.numpy().tobytes()) for i in everything], dtype=np.uint64)
+        chosen = np.flatnonzero(is_held_out(hashes, share)).tolist()
+        note = f"{len(chosen):,} of {len(everything):,} rows, those that training with eval_share {share:g} holds out"
+        if not chosen:
+            raise ConfigError(f"a share of {share:g} of {len(everything)} rows holds none out", "evaluate.held_out")
+    return chosen[: cfg.limit], note
+
+
+def _check_store(reader: StoreReader, corpus: Corpus | None, target: Target) -> None:
+    info = reader.info
+    if corpus is not None and info.corpus["digest"] != corpus.digest:
+        what = f"the store is of corpus {info.corpus['digest'][:8]}, not of {corpus.digest[:8]}"
+        raise ConfigError(what, reader.path, "name the corpus that it was extracted from")
+    mine = target.fingerprint()
+    if mine is not None and info.spec.model and mine != info.spec.model:
+        what = f"the store was captured from another model than {target.model}"
+        raise ConfigError(what, reader.path, f"name it by --target; its fingerprint is {info.spec.model[:8]}")
+
+
+def _columns(stored: tuple[int, ...], read: tuple[int, ...], store: Path) -> list[int]:
+    """Where the drafter's layers lie among the stored ones; empty where they are all of them."""
+    if missing := [layer for layer in read if layer not in stored]:
+        what = f"the drafter reads layers {list(read)}, the store holds {list(stored)}"
+        raise ConfigError(what, store, f"capture layer {missing[0]} too")
+    return [] if read == stored else [stored.index(layer) for layer in read]
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+def _decode(setting: _Setting) -> Evaluated:
+    cfg, target = setting.cfg, setting.target
+    assert cfg.questions is not None
+    questions = read_questions(cfg.questions, cfg.limit)
+    template = Template.load(str(target.dir))
+    drafter, _ = load_drafter(setting.head, target, setting.device, setting.dtype)
+    model = load_model(target, setting.device, cfg.dtype)
+    sampling = Sampling(cfg.temperature, cfg.max_new_tokens, template.end_ids)
+    with TargetModel(model, drafter.config.aux_layers, target.num_layers) as watched:
+        asking = Asking(watched, drafter, setting.plan, template, sampling)
+
+        def counts(number: int) -> PromptCounts:
+            generator = torch.Generator(setting.device).manual_seed(cfg.seed * 1_000_003 + number)
+            return asking.ask(questions[number], generator)
+
+        benchmark = benchmark_of(cfg.questions)
+        head = _evaluation(setting, "transformers", "offline-decoded", benchmark, digest_of(questions))
+        return _finish(setting, head, range(len(questions)), counts, [])
+
+
+class Asking(NamedTuple):
+    """A target and its drafter that answer questions."""
+
+    model: TargetModel
+    drafter: Drafter
+    plan: Drafting
+    template: Template
+    sampling: Sampling
+
+    def ask(self, question: Question, generator: torch.Generator | None = None) -> PromptCounts:
+        """All turns of a question, as far as the target has positions for them.
+
+        Raises:
+            ConfigError: the chat template refuses the conversation.
+        """
+        messages: list[dict[str, Any]] = []
+        cycles: list[tuple[int, int]] = []
+        accepted: list[int] = []
+        tokens, notes = 0, []
+        for number, turn in enumerate(question.turns, 1):
+            messages.append({"role": "user", "content": turn})
+            prompt = self.prompt(messages, question)
+            longest = self.model.longest
+            if longest is not None and len(prompt) + self.sampling.max_new_tokens + self.plan.depth > longest:
+                notes = [f"question {question.id} from turn {number} on is longer than the target's {longest:,} tokens"]
+                break
+            found = decode(self.model, self.drafter, self.plan, prompt, self.sampling, generator)
+            tokens += len(found.tokens)
+            cycles += found.cycles
+            accepted += found.accepted
+            messages.append({"role": "assistant", "content": self.text(found.tokens)})
+        return PromptCounts(question.category, tokens, cycles, accepted, notes)
+
+    def prompt(self, messages: list[dict[str, Any]], question: Question) -> list[int]:
+        """Token ids, as a server is sent them."""
+        try:
+            return self.template.prompt_ids(messages)
+        except Exception as error:  # a template may raise whatever it likes
+            raise ConfigError("the chat template refuses a question", f"question {question.id}", str(error)) from error
+
+    def text(self, tokens: list[int]) -> str:
+        """An answer without its end token."""
+        return self.template.decode(tokens[:-1] if tokens[-1] in self.template.end_ids else tokens)
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def _evaluation(setting: _Setting, engine: str, mode: Any, benchmark: str, prompts_digest: str) -> Evaluation:
+    """The evaluation without its results."""
+    cfg, plan = setting.cfg, setting.plan
+    decoded = {
+        "temperature": cfg.temperature,
+        "seed": cfg.seed,
+        "max_new_tokens": cfg.max_new_tokens,
+        "sample_drafts": cfg.sample_drafts,
+    }
+    return Evaluation(
+        head=setting.head.name,
+        head_digest=setting.head.digest(),
+        target=setting.target.model,
+        engine=engine,
+        mode=mode,
+        benchmark=benchmark,
+        depth=plan.depth,
+        topk=plan.topk,
+        draft_tokens=plan.tokens,
+        prompts_digest=prompts_digest,
+        sampling=decoded if mode == "offline-decoded" else {"temperature": None},
+        versions={
+            "eyas": importlib.metadata.version("eyas"),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        command=setting.command,
+        results=(),
+    )
+
+
+def _finish(
+    setting: _Setting, head: Evaluation, numbers: Any, counts: Callable[[int], PromptCounts], notes: list[str]
+) -> Evaluated:
+    """Count prompt after prompt, as far as an earlier session did not, and write the file."""
+    folder = setting.cfg.out or setting.head.run or Path()
+    kept = ("head_digest", "engine", "depth", "topk", "draft_tokens", "prompts_digest", "sampling")
+    settings = {name: getattr(head, name) for name in kept}
+    settings |= {"dtype": setting.cfg.dtype, "keys": setting.plan.keys, "target": setting.target.fingerprint()}
+    with Journal(folder / head.file_name, settings) as journal:
+        if journal.done:
+            text = f"goes on: {len(journal.done):,} of {len(numbers):,} are done"
+            setting.console.print(text, highlight=False, soft_wrap=True)
+        try:
+            for number in _shown(setting.console, [n for n in numbers if n not in journal.done], len(numbers)):
+                journal.add(number, counts(number))
+        except KeyboardInterrupt:
+            what = f"stopped, {len(journal.done):,} of {len(numbers):,} done"
+            raise Interrupted(what, journal.path, "the same command goes on") from None
+        prompts = [journal.done[number] for number in numbers]
+        results = by_category(prompts, setting.plan.depth, setting.cfg.seed)
+        if not results[0].cycles:
+            raise ConfigError("no answer of two tokens or more: nothing was drafted", head.benchmark)
+        told = (*notes, *(note for prompt in prompts for note in prompt.notes))
+        done = dataclasses.replace(head, results=results, notes=told)
+        path = done.write(folder)
+        journal.finish()
+    return Evaluated(done, path)
+
+
+def _shown(console: Console, numbers: list[int], total: int) -> Iterator[int]:
+    """The numbers, with a bar on a terminal."""
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("prompts", total=total, completed=total - len(numbers))
+        for number in numbers:
+            yield number
+            progress.advance(task)

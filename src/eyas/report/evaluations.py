@@ -1,0 +1,167 @@
+"""evaluation-*.json (the format is in `eyas.evaluate`) as rows of one table; a file that is none is told by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from eyas.errors import first_line
+from eyas.report.logs import as_number, read_document, read_list, read_number, read_numbers, read_object, read_text
+
+ALL: Final = "all"  # the category of a whole benchmark
+LIVE: Final = "live"
+_ORDER: Final = {"offline-simulated": 0, "offline-decoded": 1, LIVE: 2}
+_NAMES: Final = {"offline-simulated": "simulated", "offline-decoded": "decoded", LIVE: "live"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One row of an evaluation: a category at a concurrency.
+
+    Attributes:
+        plan: depth, branches and temperature, for people.
+        source: how it was measured, for people: `simulated` on a store, `decoded` in process, `live, vllm`.
+        by_position: [depth] conditional shares.
+        prompts_digest: rows of different ones do not compare.
+    """
+
+    file: str
+    mode: str
+    engine: str
+    source: str
+    benchmark: str
+    category: str
+    plan: str
+    head: str
+    head_digest: str
+    prompts_digest: str
+    length: float | None
+    low: float | None
+    high: float | None
+    by_position: tuple[float | None, ...]
+    prompts: float | None
+    tokens: float | None
+    concurrency: float | None
+    tokens_per_s: float | None
+    speedup: float | None
+    ttft_ms: float | None
+
+
+@dataclass(slots=True)
+class Evaluations:
+    """All of them.
+
+    Attributes:
+        rows: with a drafter. plain: of servers without one.
+        sampling, notes: what they say of themselves.
+        unread: (file, why) of files that are no evaluations.
+    """
+
+    rows: list[Measured] = field(default_factory=list)
+    plain: list[Measured] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    versions: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    dates: list[str] = field(default_factory=list)
+    sampling: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unread: list[tuple[str, str]] = field(default_factory=list)
+
+    def whole(self, mode: str = "") -> list[Measured]:
+        """Rows over all categories; of one mode where it is named."""
+        return [row for row in self.rows if row.category == ALL and mode in ("", row.mode)]
+
+
+def read_evaluations(files: tuple[Path, ...]) -> Evaluations:
+    """Every file's rows: simulated first, then decoded, then live; in each by benchmark."""
+    found = Evaluations()
+    for path in files:
+        try:
+            document = read_document(path)
+        except (OSError, ValueError) as error:
+            found.unread.append((path.name, first_line(error)))
+            continue
+        if not isinstance(document, Mapping) or not read_text(document, "mode"):
+            found.unread.append((path.name, "it is no evaluation"))
+            continue
+        _add(found, path.name, document)
+    found.rows = _told_apart(found.rows)
+    for rows in (found.rows, found.plain):
+        rows.sort(key=_place)
+    return found
+
+
+def _place(row: Measured) -> tuple[Any, ...]:
+    """Simulated first, then decoded, then live; a whole benchmark before its categories."""
+    order = _ORDER.get(row.mode, len(_ORDER))
+    return order, row.source, row.benchmark, row.category != ALL, row.category, row.concurrency or 0.0
+
+
+def _told_apart(rows: list[Measured]) -> list[Measured]:
+    """Where one way of measuring was used with several plans, the plan is part of its name."""
+    plans: dict[str, set[str]] = {}
+    for row in rows:
+        plans.setdefault(row.source, set()).add(row.plan)
+    return [replace(row, source=f"{row.source}, {row.plan}") if len(plans[row.source]) > 1 else row for row in rows]
+
+
+def _add(found: Evaluations, name: str, document: Mapping[str, Any]) -> None:
+    rows = [row for row in read_list(document, "results") if isinstance(row, Mapping)]
+    if not rows:
+        found.unread.append((name, "it holds no results"))
+        return
+    mode, engine = read_text(document, "mode"), read_text(document, "engine")
+    source = _NAMES.get(mode, mode) + (f", {engine}" if mode == LIVE and engine else "")
+    measured = [_measured(row, document, name, source) for row in rows]
+    if mode == LIVE and read_number(document, "depth") == 0:
+        found.plain += measured
+    else:
+        found.rows += measured
+    chosen = read_object(document, "sampling")
+    sampling = ", ".join(f"{key} {value}" for key, value in chosen.items() if value is not None and value is not False)
+    notes = [text for text in read_list(document, "notes") if isinstance(text, str)]
+    for told, into in (
+        ([read_text(document, "command")], found.commands),
+        ([read_text(document, "date")], found.dates),
+        ([sampling], found.sampling),
+        (notes, found.notes),
+    ):
+        into += [text for text in told if text and text not in into]
+    versions = read_object(document, "versions")
+    found.versions.append((f"evaluation, {source}", {key: read_text(versions, key) for key in versions}))
+
+
+def _measured(row: Mapping[str, Any], document: Mapping[str, Any], name: str, source: str) -> Measured:
+    ends = (*read_list(row, "ci95"), None, None)
+    return Measured(
+        file=name,
+        mode=read_text(document, "mode"),
+        engine=read_text(document, "engine"),
+        source=source,
+        benchmark=read_text(document, "benchmark", "unnamed"),
+        category=read_text(row, "category", ALL),
+        plan=_plan(document),
+        head=read_text(document, "head"),
+        head_digest=read_text(document, "head_digest"),
+        prompts_digest=read_text(document, "prompts_digest"),
+        length=read_number(row, "accept_length"),
+        low=as_number(ends[0]),
+        high=as_number(ends[1]),
+        by_position=read_numbers(row, "accept_by_position"),
+        prompts=read_number(row, "prompts"),
+        tokens=read_number(row, "tokens"),
+        concurrency=read_number(row, "concurrency"),
+        tokens_per_s=read_number(row, "tokens_per_s"),
+        speedup=read_number(row, "speedup"),
+        ttft_ms=read_number(row, "ttft_ms"),
+    )
+
+
+def _plan(document: Mapping[str, Any]) -> str:
+    """`depth 3`; of a tree `depth 3, top 4 (12 tokens)`; and a temperature."""
+    text, topk = f"depth {read_text(document, 'depth', 'unknown')}", read_number(document, "topk")
+    if topk is not None and topk != 1:
+        text += f", top {topk:.0f} ({read_text(document, 'draft_tokens')} tokens)"
+    temperature = read_number(read_object(document, "sampling"), "temperature")
+    return f"{text}, temperature {temperature:g}" if temperature else text

@@ -1,0 +1,231 @@
+"""What is made of logs: sessions joined, torn and foreign lines passed over, evaluations read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from report_runs import eval_event, evaluation, start_event, train_event, write_evaluation, write_log
+
+from eyas.report.evaluations import read_evaluations
+from eyas.report.extraction import read_extraction
+from eyas.report.logs import as_number, read_list, read_number, read_numbers, read_object, read_sessions, read_text
+from eyas.report.training import depths, read_training
+
+
+def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
+    lines = [b"", b"null", b"[1]", b"{", b'{"event": "x"}', b'{"t": "now"}', b'{"t": NaN}', b"\xff\xfe", b'{"t": true}']
+    write_log(
+        tmp_path,
+        "a",
+        [{"t": 5, "event": "start"}],
+        tail=b"\n".join([*lines, b'{"t": 6, "event": "end"}', b'{"t": 7, "ev']),
+    )
+    (session,) = read_sessions(tmp_path)
+    assert [event["event"] for event in session.events] == ["start", "end"]
+
+
+def test_sessions_come_in_the_order_of_time_and_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    write_log(tmp_path, "b", [{"t": 1, "event": "start"}])
+    write_log(tmp_path, "a", [{"t": 2, "event": "start"}])
+    os.mkfifo(tmp_path / "events" / "pipe.jsonl")
+    (tmp_path / "events" / "folder.jsonl").mkdir()
+    (tmp_path / "events" / "gone.jsonl").symlink_to("nowhere")
+    assert [session.name for session in read_sessions(tmp_path)] == ["b", "a"]
+    assert read_sessions(tmp_path / "no such folder") == []
+
+
+@pytest.mark.parametrize("value", [None, True, "1", [], float("nan"), float("inf"), 1e99, -1e31])
+def test_only_numbers_that_can_be_drawn_are_numbers(value: object) -> None:
+    assert as_number(value) is None
+
+
+def test_values_are_of_the_kind_asked_for() -> None:
+    event = {"n": 1, "x": [1, None, "a", 2.5], "o": {"a": 1}, "s": "text", "b": True}
+    assert (read_number(event, "n"), read_number(event, "s"), read_number(None, "n")) == (1.0, None, None)
+    assert (read_numbers(event, "x"), read_numbers(event, "o")) == ((1.0, None, None, 2.5), ())
+    assert (read_object(event, "o"), read_object(event, "x"), read_object([], "o")) == ({"a": 1}, {}, {})
+    assert (read_list(event, "x"), read_list(event, "s"), read_list(7, "x")) == ([1, None, "a", 2.5], [], [])
+    assert [read_text(event, key, "-") for key in ("s", "n", "b", "o", "none")] == ["text", "1", "-", "-", "-"]
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_counts_every_step_once(tmp_path: Path) -> None:
+    """Killed at 40 after a checkpoint at 20: what followed was trained again, and its first time does not count."""
+    first = [
+        start_event(),
+        eval_event(0),
+        *(train_event(s, loss=1.0) for s in (10, 20, 30, 40)),
+        eval_event(20),
+        eval_event(40),
+    ]
+    second = [
+        start_event(20, 1000),
+        *(train_event(s, 1000, loss=2.0) for s in (30, 40, 50)),
+        eval_event(40, 1000, accept_length=9.0),
+    ]
+    write_log(tmp_path, "a", first)
+    write_log(tmp_path, "b", [*second, {"t": 2000, "event": "end", "step": 50}])
+    found = read_training(tmp_path)
+    assert [(entry.step, entry.loss) for entry in found.steps] == [(10, 1), (20, 1), (30, 2), (40, 2), (50, 2)]
+    assert [entry.step for entry in found.evals] == [0, 20, 40]
+    assert found.evals[-1].length == 9.0
+    assert found.tokens == 5 * 512
+    assert [step for step, _ in found.starts] == [0, 20]
+    assert (found.step, found.ended, found.versions["torch"]) == (50, True, "2")
+    assert found.untrained is found.evals[0]
+    assert found.best is found.evals[-1]
+
+
+def test_a_run_without_its_end_says_so(tmp_path: Path) -> None:
+    write_log(tmp_path, "a", [start_event(), train_event(10), {"t": 20, "event": "not_finite", "step": 11}])
+    found = read_training(tmp_path)
+    assert not found.ended
+    assert found.faults == ["step 11: the loss or its gradient was no number"]
+    assert (found.best, found.untrained) == (None, None)
+
+
+def test_the_best_is_the_first_of_the_longest_after_the_start(tmp_path: Path) -> None:
+    lengths = {0: 3.0, 10: 1.5, 20: 2.0, 30: 2.0, 40: None}
+    write_log(tmp_path, "a", [start_event(), *(eval_event(s, accept_length=length) for s, length in lengths.items())])
+    best = read_training(tmp_path).best
+    assert best is not None and best.step == 20
+
+
+def test_events_of_another_shape_are_gaps(tmp_path: Path) -> None:
+    odd = train_event(10, loss=None, accuracy="none", lr="fast", wait_share=[1])
+    write_log(
+        tmp_path, "a", [start_event(), odd, {**train_event(20), "step": "x"}, eval_event(20, acceptance=[None, 0.5])]
+    )
+    found = read_training(tmp_path)
+    (entry,) = found.steps
+    assert (entry.loss, entry.accuracy, entry.lr, entry.wait_share) == (None, (), None, None)
+    assert depths([one.acceptance for one in found.evals]) == [[None], [0.5]]
+
+
+# --- extraction -------------------------------------------------------------------------------------------------------
+
+
+def start(t: float, **changes: object) -> dict[str, object]:
+    return {"t": t, "event": "start", "workers": 1, "engine": "sglang", "provenance": {"sglang": "0.5.23"}, **changes}
+
+
+def end(t: float, **changes: object) -> dict[str, object]:
+    return {
+        "t": t,
+        "event": "end",
+        "rows_done": 9,
+        "failed": 1,
+        "seconds": 50.0,
+        "tokens_per_s": 100.0,
+        "stopped": False,
+        **changes,
+    }
+
+
+def test_sessions_of_an_extraction_follow_one_another_without_the_night_between(tmp_path: Path) -> None:
+    progress = [
+        {"t": 1000 + s, "event": "progress", "tokens_done": s, "rate": None if s < 10 else 90.0 + s}
+        for s in (5, 10, 15)
+    ]
+    write_log(tmp_path, "a", [start(1000), *progress, end(1050, stopped=True)])
+    later = [{"t": 90_000 + s, "event": "progress", "rate": 200.0} for s in (5, 10)]
+    write_log(tmp_path, "b", [start(90_000), *later, end(90_100, seconds=100.0, tokens_per_s=250.0)])
+    write_log(tmp_path, "c", [start(99_000), end(99_001, seconds=0.0, tokens_per_s=0.0)])
+    found = read_extraction(tmp_path)
+    first, second = found.sittings
+    assert (first.engine, first.stopped, first.speed) == ("sglang 0.5.23", True, ((10.0, 100.0), (15.0, 105.0)))
+    assert (second.worked_before_s, second.seconds) == (50.0, 100.0)
+    assert (found.idle, found.tokens_per_s) == (1, (100 * 50 + 250 * 100) / 150)
+
+
+def test_failures_are_counted_by_reason(tmp_path: Path) -> None:
+    retried = [{"t": 2, "event": "row_retried", "row": r, "attempt": 1, "reason": "aborted"} for r in range(3)]
+    failed = [
+        {"t": 3, "event": "row_failed", "row": 1, "reason": "chunk-gap", "detail": ""},
+        {"t": 3, "event": "row_failed"},
+    ]
+    write_log(tmp_path, "a", [start(1), *retried, *failed])
+    found = read_extraction(tmp_path)
+    assert (found.retried, found.failed) == ({"aborted": 3}, {"chunk-gap": 1, "unknown": 1})
+    assert not found.sittings[0].ended
+
+
+def test_a_verification_before_the_last_rows_is_stale(tmp_path: Path) -> None:
+    write_log(tmp_path, "a", [start(1000), {"t": 1001, "event": "shard_done"}, end(1050)])
+    write_log(tmp_path, "verify-1", [{"t": 1020, "event": "verified"}])
+    assert read_extraction(tmp_path).stale
+    write_log(tmp_path, "verify-2", [{"t": 1060, "event": "verified"}])
+    assert not read_extraction(tmp_path).stale
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def test_evaluations_are_read_in_the_order_of_how_they_were_measured(tmp_path: Path) -> None:
+    write_evaluation(tmp_path, "a", evaluation("live", "vllm"))
+    write_evaluation(tmp_path, "b", evaluation("offline-decoded", "transformers", topk=4, draft_tokens=12))
+    found = read_evaluations(tuple(sorted(tmp_path.glob("*.json"))))
+    assert [(row.source, row.category, row.concurrency) for row in found.rows] == [
+        ("decoded", "all", 1), ("decoded", "math", 1), ("decoded", "writing", 1),
+        ("live, vllm", "all", 1), ("live, vllm", "all", 4), ("live, vllm", "math", 1), ("live, vllm", "writing", 1),
+    ]  # fmt: skip
+    row = found.rows[0]
+    assert (row.length, row.low, row.high, row.by_position, row.plan) == (
+        2,
+        1.9,
+        2.2,
+        (0.6, 0.5, 0.4),
+        "depth 3, top 4 (12 tokens)",
+    )
+    assert found.commands == ["eyas evaluate run/draft --live", "eyas evaluate run/draft --offline-decoded"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "not JSON"),
+        ("[]", "it is no evaluation"),
+        ('{"results": []}', "it is no evaluation"),
+        ('{"mode": "live"}', "it holds no results"),
+        ('{"mode": "live", "results": [3]}', "it holds no results"),
+    ],
+)
+def test_a_file_that_is_no_evaluation_is_told_by_name(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "evaluation-x.json").write_text(text)
+    found = read_evaluations((tmp_path / "evaluation-x.json",))
+    ((name, reason),) = found.unread
+    assert (name, found.rows) == ("evaluation-x.json", [])
+    assert why in reason
+
+
+def test_an_evaluation_with_values_of_other_kinds_still_gives_rows(tmp_path: Path) -> None:
+    rows = [{"category": 3, "accept_length": "two", "ci95": "wide", "accept_by_position": {}, "concurrency": None}]
+    write_evaluation(tmp_path, "x", {"mode": "live", "sampling": [], "versions": 3, "depth": None, "results": rows})
+    (row,) = read_evaluations((tmp_path / "evaluation-x.json",)).rows
+    assert (row.category, row.length, row.low, row.by_position, row.benchmark) == ("3", None, None, (), "unnamed")
+
+
+def test_the_example_in_the_documentation_is_read(tmp_path: Path) -> None:
+    """The format is `eyas.evaluate`'s; these are its keys."""
+    document = evaluation("offline-simulated", "store")
+    path = tmp_path / "evaluation-1.json"
+    path.write_text(json.dumps(document))
+    (row, *_) = read_evaluations((path,)).whole()
+    assert (row.benchmark, row.head, row.prompts, row.prompts_digest) == ("mt_bench", "run/draft", 10, "91d2")
+
+
+def test_plans_of_one_way_are_told_apart_and_servers_without_drafts_are_no_drafters(tmp_path: Path) -> None:
+    write_evaluation(tmp_path, "a", evaluation("live", "vllm"))
+    write_evaluation(tmp_path, "b", evaluation("live", "vllm", depth=5, sampling={"temperature": 0.7}))
+    write_evaluation(tmp_path, "c", evaluation("live", "vllm", depth=0, head="", head_digest=""))
+    write_evaluation(tmp_path, "d", evaluation("offline-decoded", "transformers", notes=["one row was too long", 3]))
+    found = read_evaluations(tuple(sorted(tmp_path.glob("*.json"))))
+    sources = list(dict.fromkeys(row.source for row in found.rows))
+    assert sources == ["decoded", "live, vllm, depth 3", "live, vllm, depth 5, temperature 0.7"]
+    assert {row.head for row in found.plain} == {""}
+    assert found.notes == ["one row was too long"]

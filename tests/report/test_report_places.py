@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from report_runs import copied, evaluation, make_training, write_evaluation
+
+from eyas.config import Config, load
+from eyas.errors import ConfigError
+from eyas.report.places import Places, find
+
+
+def test_a_run_has_all_its_parts(whole_run: Path) -> None:
+    found = find(whole_run, Config())
+    assert found.corpus == whole_run / "corpus" / "corpus.parquet"
+    assert (found.store, found.train, found.exported) == tuple(whole_run / n for n in ("store", "train", "exported"))
+    kinds = ("live-vllm", "offline-decoded-transformers", "offline-simulated-store")
+    assert [path.name for path in found.evaluations] == [f"evaluation-{kind}.json" for kind in kinds]
+
+
+@pytest.mark.parametrize("part", ["corpus", "store", "train", "exported"])
+def test_a_part_is_a_run_too(whole_run: Path, part: str) -> None:
+    found = find(whole_run / part, Config())
+    assert getattr(found, part) is not None
+    if part == "train":  # its settings say where the others are
+        assert (found.store, found.corpus) == (whole_run / "store", whole_run / "corpus" / "corpus.parquet")
+    else:
+        assert [getattr(found, name) for name in ("corpus", "store", "train", "exported")].count(None) == 3
+
+
+def test_the_parquet_file_is_a_corpus(whole_run: Path) -> None:
+    assert find(whole_run / "corpus" / "corpus.parquet", Config()).corpus is not None
+
+
+def test_parts_elsewhere_are_named(whole_run: Path, tmp_path: Path) -> None:
+    make_training(tmp_path / "run" / "train")
+    cfg = load(
+        overrides=[f"report.store={whole_run / 'store'}", f"report.evaluations=[{next(whole_run.glob('*.json'))}]"]
+    )
+    found = find(tmp_path / "run", cfg)
+    assert (found.store, found.train, found.corpus) == (whole_run / "store", tmp_path / "run" / "train", None)
+    assert len(found.evaluations) == 1
+
+
+def test_a_yaml_of_a_training_is_enough(whole_run: Path) -> None:
+    cfg = load(overrides=[f"train.store={whole_run / 'store'}", f"train.out={whole_run / 'train'}"])
+    found = find(None, cfg)
+    assert (found.store, found.train, found.run) == (whole_run / "store", whole_run / "train", whole_run / "train")
+
+
+def test_what_the_settings_name_may_be_gone(tmp_path: Path) -> None:
+    run = make_training(tmp_path / "run", store="/gone/store", corpus=str(tmp_path))
+    found = find(run, Config())
+    assert (found.store, found.corpus) == (None, None)
+    assert found.lost == (("corpus", tmp_path), ("store", Path("/gone/store")))
+    assert "the training's settings name /gone/store, which is not there" in found.missing("store", "x").why
+
+
+def test_a_trainings_own_copy_is_no_export(whole_run: Path, tmp_path: Path) -> None:
+    run = copied(whole_run, tmp_path / "run")
+    (run / "exported").rename(run / "train" / "draft")
+    assert find(run, Config()).exported is None
+
+
+def test_two_of_a_kind_are_refused_by_name(whole_run: Path, tmp_path: Path) -> None:
+    run = copied(whole_run, tmp_path / "run")
+    copied(run / "store", run / "second")
+    with pytest.raises(ConfigError, match="two stores in one run") as caught:
+        find(run, Config())
+    assert "report.store" in caught.value.hint
+    assert find(run, load(overrides=[f"report.store={run / 'second'}"])).store == run / "second"
+
+
+def test_hidden_folders_and_links_are_not_followed(whole_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_training(run / "train")
+    (run / "link").symlink_to(whole_run)
+    (run / "loop").symlink_to(run)
+    copied(whole_run / "store", run / ".store")
+    assert find(run, Config()).store is None
+
+
+@pytest.mark.parametrize("part", ["corpus", "store", "train", "exported", "evaluations"])
+def test_a_named_part_must_be_there(whole_run: Path, part: str) -> None:
+    value = "[/nowhere]" if part == "evaluations" else "/nowhere"
+    with pytest.raises(ConfigError, match="/nowhere"):
+        find(whole_run, load(overrides=[f"report.{part}={value}"]))
+
+
+def test_nothing_to_report_on(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for run in (tmp_path, tmp_path / "file", tmp_path / "none", None):
+        with pytest.raises(ConfigError) as caught:
+            find(run, Config())
+        assert caught.value.hint
+
+
+def test_an_evaluation_alone_is_a_run(tmp_path: Path) -> None:
+    write_evaluation(tmp_path, "x", evaluation("live", "vllm"))
+    assert len(find(tmp_path, Config()).evaluations) == 1
+
+
+def test_commands_can_be_pasted() -> None:
+    places = Places(Path("a b"), corpus=Path("a b/corpus.parquet"), store=Path("s"))
+    assert [places.quoted(part) for part in ("corpus", "store", "train")] == ["'a b'", "s", "TRAIN"]
