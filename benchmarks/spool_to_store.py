@@ -401,7 +401,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=CASES)
-    parser.add_argument("--threads", nargs="+", type=int, default=[4], help="that bring rows to their places")
+    parser.add_argument("--threads", nargs="+", type=int, default=[8], help="that bring rows to their places")
     parser.add_argument("--gb", type=float, default=1.5, help="states of a round; twice that lies on RAM disk")
     parser.add_argument("--shard-mb", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)

@@ -20,6 +20,23 @@ DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 
 
+_PEAK_TFLOPS = 790.0  # `--peak-tflops` of benchmarks/train_gpu.py: bf16, dense, as measured
+#: Key of a training step's entry -> title of its column.
+_TRAINING = {
+    "shape": "shape",
+    "draft_vocab": "draft vocabulary",
+    "batch": "batch",
+    "seq_len": "T",
+    "trained_share": "trained",
+    "trainer": "trainer",
+    "tokens_per_s": "tokens/s",
+    "tokens_per_s_all": "each",
+    "peak_gib": "peak GiB",
+    "gflop_per_token": "GFLOP a token",
+    "mfu": "MFU",
+}
+
+
 def cli_page() -> str:
     """The command reference, by typer's own generator."""
     command = [sys.executable, "-m", "typer", "eyas.cli", "utils", "docs", "--name", "eyas"]
@@ -91,6 +108,26 @@ def _titled(result: Any) -> dict[str, Any]:
     """A result file as a table: those of capture speed are lists of entries, where each says where it was measured."""
     if isinstance(result, dict):
         return result
+    return _training(result) if "trainer" in result[0] else _capture(result)
+
+
+def _training(result: list[dict[str, Any]]) -> dict[str, Any]:
+    gpus = ", ".join(sorted({entry["versions"]["gpu"] for entry in result}))
+    versions = {pair for entry in result for pair in entry["versions"].items() if pair[0] not in ("gpu", "cpu")}
+    return {
+        "title": f"Training steps beside the peers', {gpus}",
+        "what": "Forward, backward, clipping and AdamW on one batch, 7 steps of the training-time test; median of "
+        "three times ten steps. Tokens are all of the batch. MFU counts the products that each trainer does, against "
+        f"{_PEAK_TFLOPS:g} TFLOP/s. Entries of one command ran in one process, one after another.",
+        "date": ", ".join(sorted({entry["date"] for entry in result})),
+        "hardware": gpus,
+        "versions": ", ".join(sorted(f"{name} {version}" for name, version in versions)),
+        "command": "; ".join(sorted({entry["command"] for entry in result})),
+        "rows": [{title: entry[key] for key, title in _TRAINING.items()} for entry in result],
+    }
+
+
+def _capture(result: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "title": f"Capture beside plain prefill, {result[0]['gpu']}",
         "what": "End to end: from the first request to the last shard complete, every row verified. The ratio is the "
