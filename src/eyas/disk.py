@@ -43,6 +43,31 @@ def lock_opened(path: Path, opened: Callable[[Path], int]) -> int | None:
         os.close(fd)
 
 
+def is_there(path: Path) -> bool:
+    """Whether the path names anything that may be looked at. False too where `Path.exists` raises: in a folder that is
+    closed to this user, or by a name that is too long."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def is_file_there(path: Path) -> bool:
+    """As `is_there`, of a file."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def is_folder_there(path: Path) -> bool:
+    """As `is_there`, of a folder."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def fsync_dir(folder: Path) -> None:
     """Make new names, renames and removals in `folder` survive a power loss."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
