@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 _PLAIN_EVERY_S: Final = 10.0
 _PANEL_EVERY_S: Final = 0.25
@@ -53,7 +54,7 @@ class LiveView(ABC):
         if self._live:
             self._live.update(self._panel())
         else:
-            self._console.print(self._line(), highlight=False, soft_wrap=True)
+            self._console.print(self._line(), highlight=False, markup=False, soft_wrap=True)
 
     @abstractmethod
     def _progress(self) -> tuple[int, int | None]:
@@ -72,7 +73,7 @@ class LiveView(ABC):
         done, total = self._progress()
         grid = Table.grid(padding=(0, 1))
         bar_total = None if total is None else max(1, total)
-        grid.add_row(self._verb, ProgressBar(total=bar_total, completed=done, width=50, pulse=total is None))
+        grid.add_row(Text(self._verb), ProgressBar(total=bar_total, completed=done, width=50, pulse=total is None))
         for name, text in self._parts():
-            grid.add_row(name, text)
+            grid.add_row(Text(name), Text(text))
         return grid

@@ -182,11 +182,15 @@ def read_questions(path: Path, limit: int) -> list[str]:
         ConfigError: no such file, or a line that is no question.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("cannot read the questions", path, getattr(error, "strerror", None) or "not UTF-8") from error
-    found = []
+    found: list[str] = []
     for number, line in enumerate(lines, 1):
+        if len(found) == limit:
+            break
+        if not line.strip():
+            continue
         try:
             question = json.loads(line)
             turn = question["turns"][0]
