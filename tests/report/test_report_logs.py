@@ -70,7 +70,7 @@ def test_a_resumed_run_counts_every_step_once(tmp_path: Path) -> None:
     ]
     write_log(tmp_path, "a", first)
     write_log(tmp_path, "b", [*second, {"t": 2000, "event": "end", "step": 50}])
-    found = read_training(tmp_path)
+    found = read_training(read_sessions(tmp_path))
     assert [(entry.step, entry.loss) for entry in found.steps] == [(10, 1), (20, 1), (30, 2), (40, 2), (50, 2)]
     assert [entry.step for entry in found.evals] == [0, 20, 40]
     assert found.evals[-1].length == 9.0
@@ -83,7 +83,7 @@ def test_a_resumed_run_counts_every_step_once(tmp_path: Path) -> None:
 
 def test_a_run_without_its_end_says_so(tmp_path: Path) -> None:
     write_log(tmp_path, "a", [start_event(), train_event(10), {"t": 20, "event": "not_finite", "step": 11}])
-    found = read_training(tmp_path)
+    found = read_training(read_sessions(tmp_path))
     assert not found.ended
     assert found.faults == ["step 11: the loss or its gradient was no number"]
     assert (found.best, found.untrained) == (None, None)
@@ -92,7 +92,7 @@ def test_a_run_without_its_end_says_so(tmp_path: Path) -> None:
 def test_the_best_is_the_first_of_the_longest_after_the_start(tmp_path: Path) -> None:
     lengths = {0: 3.0, 10: 1.5, 20: 2.0, 30: 2.0, 40: None}
     write_log(tmp_path, "a", [start_event(), *(eval_event(s, accept_length=length) for s, length in lengths.items())])
-    best = read_training(tmp_path).best
+    best = read_training(read_sessions(tmp_path)).best
     assert best is not None and best.step == 20
 
 
@@ -101,7 +101,7 @@ def test_events_of_another_shape_are_gaps(tmp_path: Path) -> None:
     write_log(
         tmp_path, "a", [start_event(), odd, {**train_event(20), "step": "x"}, eval_event(20, acceptance=[None, 0.5])]
     )
-    found = read_training(tmp_path)
+    found = read_training(read_sessions(tmp_path))
     (entry,) = found.steps
     assert (entry.loss, entry.accuracy, entry.lr, entry.wait_share) == (None, (), None, None)
     assert depths([one.acceptance for one in found.evals]) == [[None], [0.5]]

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from report_runs import copied, evaluation, make_training, write_evaluation
+from report_runs import copied, evaluation, make_training, start_event, write_evaluation, write_log
 
 from eyas.config import Config, load
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, StoreError
+from eyas.report import write_report
 from eyas.report.places import Places, find
 
 
@@ -103,3 +107,88 @@ def test_an_evaluation_alone_is_a_run(tmp_path: Path) -> None:
 def test_commands_can_be_pasted() -> None:
     places = Places(Path("a b"), corpus=Path("a b/corpus.parquet"), store=Path("s"))
     assert [places.quoted(part) for part in ("corpus", "store", "train")] == ["'a b'", "s", "TRAIN"]
+
+
+# --- what may not be looked at ----------------------------------------------------------------------------------------
+
+LONG = "n" * 300
+PARTS = ("corpus", "store", "train", "exported")
+
+
+@pytest.fixture
+def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that this user may not look into, though its names can be listed; root would be let in anywhere."""
+    folder, stat = tmp_path / "closed", os.stat
+    (folder / "inside").mkdir(parents=True)
+
+    def checked(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if not isinstance(path, int) and folder in Path(os.fsdecode(path)).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", checked)
+    with pytest.raises(PermissionError):
+        (folder / "inside").is_dir()
+    return folder
+
+
+@pytest.mark.parametrize("part", ["corpus", "store"])
+@pytest.mark.parametrize("hidden", ["closed", "long"])
+def test_what_settings_name_and_nobody_may_see_is_lost(tmp_path: Path, closed: Path, part: str, hidden: str) -> None:
+    path = closed / "inside" if hidden == "closed" else tmp_path / LONG
+    logged = make_training(tmp_path / "run")
+    write_log(logged, "b", [start_event(step=100, t=2e9, **{part: str(path)})])
+    told = make_training(tmp_path / "told")
+    for run, cfg in ((logged, Config()), (told, load(overrides=[f"train.{part}={path}"]))):
+        assert find(run, cfg).lost == ((part, path),)
+        assert "not to be read" in find(run, cfg).missing(part, "x").why
+        assert write_report(run, cfg=cfg).path.is_file()
+
+
+@pytest.mark.parametrize("part", [*PARTS, "evaluations"])
+@pytest.mark.parametrize("hidden", ["closed", "long"])
+def test_a_named_part_that_nobody_may_see_is_one_clear_error(
+    tmp_path: Path, closed: Path, part: str, hidden: str
+) -> None:
+    path = closed / "inside" if hidden == "closed" else tmp_path / LONG
+    value = f"[{path}]" if part == "evaluations" else path
+    with pytest.raises(ConfigError, match=f"report.{part}"):
+        find(make_training(tmp_path / "run"), load(overrides=[f"report.{part}={value}"]))
+
+
+def test_a_run_or_a_page_that_nobody_may_see_is_one_clear_error(tmp_path: Path, closed: Path) -> None:
+    run = make_training(tmp_path / "run")
+    for path in (closed / "inside", tmp_path / LONG):
+        with pytest.raises(ConfigError, match="no such run"):
+            find(path, Config())
+        with pytest.raises(ConfigError, match="nothing to report on"):
+            find(None, load(overrides=[f"train.out={path}"]))
+    with pytest.raises(StoreError, match="cannot write the report"):
+        write_report(run, out=tmp_path / LONG)
+
+
+def test_a_closed_folder_in_a_run_is_passed_over(tmp_path: Path, closed: Path) -> None:
+    make_training(tmp_path / "train")
+    write_evaluation(tmp_path, "x", evaluation("live", "vllm"))
+    (closed / "inside" / "checkpoints").mkdir(parents=True)
+    found = find(tmp_path, Config())
+    assert (found.train, len(found.evaluations)) == (tmp_path / "train", 1)
+    assert write_report(tmp_path).path.is_file()
+
+
+def test_the_trainings_log_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be large, and places and section go by the same."""
+    run = make_training(tmp_path / "run", store="/gone/store")
+    write_log(run, "b", [start_event(step=100, t=2e9, store="/gone/other")])
+    read: list[str] = []
+    opened = os.open
+
+    def counted(path: Any, *args: Any, **kwargs: Any) -> int:
+        read.append(str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", counted)
+    summary = write_report(run)
+    assert sorted(Path(path).name for path in read if path.endswith(".jsonl")) == ["a.jsonl", "b.jsonl"]
+    assert any("/gone/other" in one.why for one in summary.missing)
+    assert "Training" in summary.shown

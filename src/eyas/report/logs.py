@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from eyas.capture.folder import read_limited
 from eyas.capture.strictjson import loads
+from eyas.disk import is_folder_there
 from eyas.store.format import EVENTS_DIR
 
 _MAX_LOG_BYTES: Final = 512 << 20
@@ -46,7 +47,7 @@ def read_sessions(folder: Path) -> list[Session]:
     """The logs in `folder`/events, in the order of time; what cannot be read is left out."""
     found: list[Session] = []
     events = folder / EVENTS_DIR
-    for path in sorted(events.glob("*.jsonl")) if events.is_dir() else ():
+    for path in sorted(events.glob("*.jsonl")) if is_folder_there(events) else ():
         try:
             lines = read_limited(path, _MAX_LOG_BYTES)[0].split(b"\n")
         except (OSError, ValueError):

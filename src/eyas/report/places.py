@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from eyas.config import Config, ReportConfig
 from eyas.data.corpus import CORPUS_FILE
+from eyas.disk import is_file_there, is_folder_there, is_there
 from eyas.errors import ConfigError
-from eyas.report.logs import read_object, read_sessions
+from eyas.report.logs import Session, read_object, read_sessions
 from eyas.report.sections import Missing
 from eyas.store.format import STORE_FILE
 
@@ -33,6 +34,7 @@ class Places:
         corpus: the Parquet file. store, train, exported: folders.
         evaluations: files, in the order of their names.
         lost: parts that the run's own settings name and that are not there: (part, path).
+        logs: of the training run.
     """
 
     run: Path
@@ -42,6 +44,7 @@ class Places:
     exported: Path | None = None
     evaluations: tuple[Path, ...] = ()
     lost: tuple[tuple[str, Path], ...] = ()
+    logs: tuple[Session, ...] = field(default=(), repr=False)
 
     def quoted(self, part: str) -> str:
         """A part's place in a command to paste; its name in capitals where it is not known."""
@@ -53,7 +56,7 @@ class Places:
     def missing(self, part: str, command: str) -> Missing:
         """Says that a part is not there, and which command makes it."""
         path = next((path for name, path in self.lost if name == part), None)
-        why = f"the training's settings name {path}, which is not there" if path else ""
+        why = f"the training's settings name {path}, which is not there or not to be read" if path else ""
         return Missing(f"the {part}" if path else f"a {part}", why, command)
 
 
@@ -75,7 +78,8 @@ def find(run: Path | None, cfg: Config) -> Places:
     found: dict[str, Path] = {**told, **named}
     # What is only told by settings may have moved; it is no error.
     train = found.get("train") or _there(cfg.train.out)
-    settings = _settings(train) if train else {}
+    logs = tuple(read_sessions(train)) if train else ()
+    settings = _settings(logs)
     lost: list[tuple[str, Path]] = []
     for part in ("corpus", "store"):
         said = getattr(cfg.train, part) or settings.get(part)
@@ -88,7 +92,7 @@ def find(run: Path | None, cfg: Config) -> Places:
     if train is not None:
         found["train"] = train
     corpus = found.get("corpus")
-    if corpus is not None and corpus.is_dir():
+    if corpus is not None and is_folder_there(corpus):
         found["corpus"] = corpus / CORPUS_FILE
     folders = [folder for folder in (run, train, found.get("exported")) if folder is not None]
     evaluations = cfg.report.evaluations or _evaluations(folders)
@@ -99,6 +103,7 @@ def find(run: Path | None, cfg: Config) -> Places:
         run=run or train or next(iter(found.values()), Path()),
         evaluations=tuple(evaluations),
         lost=tuple(lost),
+        logs=logs,
         **{part: found.get(part) for part in ("corpus", "store", "train", "exported")},
     )
 
@@ -114,7 +119,7 @@ def _named(cfg: ReportConfig) -> dict[str, Path]:
             raise ConfigError(f"no {_KINDS[part]} there", path, f"named by report.{part}")
         found[part] = path
     for path in cfg.evaluations:
-        if not path.is_file():
+        if not is_file_there(path):
             raise ConfigError("no such file", path, "named by report.evaluations")
     return found
 
@@ -130,21 +135,21 @@ _KINDS: Final = {
 def _is_part(part: str, path: Path) -> bool:
     match part:
         case "corpus":
-            return (path.suffix == ".parquet" and path.is_file()) or (path / CORPUS_FILE).is_file()
+            return (path.suffix == ".parquet" and is_file_there(path)) or is_file_there(path / CORPUS_FILE)
         case "store":
-            return (path / STORE_FILE).is_file()
+            return is_file_there(path / STORE_FILE)
         case "train":
-            return (path / CHECKPOINTS).is_dir() or (path / VOCAB).is_file()
+            return is_folder_there(path / CHECKPOINTS) or is_file_there(path / VOCAB)
         case _:
-            return all((path / name).is_file() for name in DRAFT_FILES)
+            return all(is_file_there(path / name) for name in DRAFT_FILES)
 
 
 def _in_folder(run: Path, known: set[str]) -> dict[str, Path]:
     """The parts in a folder, one of each kind."""
-    if not run.is_dir():
+    if not is_folder_there(run):
         if _is_part("corpus", run):
             return {"corpus": run}
-        what = "not a run" if run.exists() else "no such run"
+        what = "not a run" if is_there(run) else "no such run"
         raise ConfigError(what, run, "name its folder, or a YAML file of settings")
     found: dict[str, Path] = {}
     for folder in _folders(run):
@@ -178,17 +183,16 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def _evaluations(folders: list[Path]) -> list[Path]:
-    found = {
-        path for root in folders if root.is_dir() for folder in _folders(root) for path in folder.glob(EVALUATIONS)
-    }
+    looked_in = {folder for root in folders for folder in _folders(root) if is_folder_there(folder)}
+    found = {path for folder in looked_in for path in folder.glob(EVALUATIONS)}
     return sorted(found, key=lambda path: (path.name, str(path)))
 
 
-def _settings(train: Path) -> dict[str, object]:
+def _settings(logs: tuple[Session, ...]) -> dict[str, object]:
     """What the last session of a training run was told."""
-    starts = [read_object(event, "settings") for session in read_sessions(train) for event in session.of("start")]
+    starts = [read_object(event, "settings") for session in logs for event in session.of("start")]
     return starts[-1] if starts else {}
 
 
 def _there(path: Path | None) -> Path | None:
-    return path if path is not None and path.exists() else None
+    return path if path is not None and is_there(path) else None

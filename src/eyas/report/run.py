@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from eyas.config import Config
+from eyas.disk import is_folder_there, is_there
 from eyas.errors import ConfigError, StoreError
 from eyas.rates import human_bytes
 from eyas.report.corpus_section import corpus_section
@@ -71,7 +72,7 @@ def write_report(run: Path | None = None, *, out: Path | None = None, cfg: Confi
     path = out or cfg.report.out or _beside(places)
     _check(path)
     extraction = read_extraction(places.store) if places.store else None
-    training = read_training(places.train) if places.train else None
+    training = read_training(places.logs) if places.train else None
     evaluations = read_evaluations(places.evaluations)
     sections = [
         corpus_section(places),
@@ -116,14 +117,14 @@ def _subtitle(sections: list[Section], times: list[float]) -> str:
 
 def _beside(places: Places) -> Path:
     run = places.run
-    return (run if run.is_dir() else run.parent) / PAGE
+    return (run if is_folder_there(run) else run.parent) / PAGE
 
 
 def _check(path: Path) -> None:
     """Raises ConfigError where something lies that is no page of ours: it is not written over."""
-    if path.is_dir():
+    if is_folder_there(path):
         raise ConfigError("--out is a file, and this is a folder", path, f"for example --out {path / PAGE}")
-    if path.exists():
+    if is_there(path):
         try:
             with path.open("rb") as file:
                 ours = GENERATOR.encode() in file.read(1024)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from eyas.data.names import shortened
+from eyas.disk import is_there
 from eyas.errors import EyasError
 from eyas.rates import human_bytes, human_time
 from eyas.report.charts import Bars, Chart, Line, bar_chart, line_chart
@@ -58,7 +59,7 @@ def _shards(section: Section, places: Places, info: StoreInfo) -> None:
         section.problems.append(f"{failed.total():,} rows are recorded as failed; training leaves them out.")
         rows = [(shortened(reason, 100), f"{count:,}") for reason, count in failed.most_common(_REASONS)]
         section.tables.append(Table("Failed rows", ("reason", "rows"), rows, frozenset({1})))
-    if left := len(paths) - len(done) - sum(path.consumed.exists() for path in paths):
+    if left := len(paths) - len(done) - sum(is_there(path.consumed) for path in paths):
         command = f"eyas extract {places.quoted('corpus')} {places.quoted('store')}"
         section.missing.append(Missing(f"{left:,} of {len(paths):,} shards", "extraction is not finished", command))
     section.draw("Bytes by what they hold", _bytes(info, done, size))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from eyas.report.logs import Event, Session, read_number, read_numbers, read_object, read_sessions, read_text
+from eyas.report.logs import Event, Session, read_number, read_numbers, read_object, read_text
 
 Values = list[float | None]
 
@@ -84,10 +83,10 @@ class Training:
         return max(judged, key=lambda one: (one.length or 0.0, -one.step), default=None)
 
 
-def read_training(folder: Path) -> Training:
-    """What the logs of the training run in `folder` tell."""
+def read_training(logs: Sequence[Session]) -> Training:
+    """What the logs of a training run tell, in the order of time."""
     found = Training()
-    sessions = [(session, start) for session in read_sessions(folder) for start in session.of("start")[:1]]
+    sessions = [(session, start) for session in logs for start in session.of("start")[:1]]
     tokens: list[tuple[float, float]] = []
     for session, start in sessions:
         began = read_number(start, "step") or 0.0
