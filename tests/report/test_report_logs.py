@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report_runs import eval_event, evaluation, start_event, train_event, write_evaluation, write_log
 
+from eyas.report.evaluation_sections import evaluation_section, live_section
 from eyas.report.evaluations import read_evaluations
 from eyas.report.extraction import read_extraction
 from eyas.report.logs import as_number, read_list, read_number, read_numbers, read_object, read_sessions, read_text
+from eyas.report.places import Places
 from eyas.report.training import depths, read_training
 
 
@@ -229,3 +232,60 @@ def test_plans_of_one_way_are_told_apart_and_servers_without_drafts_are_no_draft
     assert sources == ["decoded", "live, vllm, depth 3", "live, vllm, depth 5, temperature 0.7"]
     assert {row.head for row in found.plain} == {""}
     assert found.notes == ["one row was too long"]
+
+
+DRAFTERS = ({}, {"head_digest": "0123456789ab"})
+PROMPTS = ({}, {"prompts_digest": "fedcba9876"})
+
+
+@pytest.mark.parametrize("changes", [DRAFTERS, PROMPTS, ({"head_digest": "", "head": "a"}, {"head_digest": ""})])
+@pytest.mark.parametrize("depth", [3, 0])
+def test_what_does_not_compare_has_names_of_its_own(tmp_path: Path, changes: Any, depth: int) -> None:
+    """Two drafters, or two choices of prompts, in one server on one benchmark are two lines of one point a place."""
+    for number, change in enumerate(changes):
+        write_evaluation(tmp_path, str(number), evaluation("live", "vllm", **{"depth": depth, **change}))
+    found = read_evaluations(tuple(sorted(tmp_path.glob("*.json"))))
+    lines: dict[str, list[float | None]] = {}
+    for row in found.rows or found.plain:
+        if row.category == "all":
+            lines.setdefault(row.source, []).append(row.concurrency)
+    assert list(lines.values()) == [[1, 4], [1, 4]], lines
+
+
+def test_other_prompts_of_another_benchmark_change_no_name(tmp_path: Path) -> None:
+    write_evaluation(tmp_path, "a", evaluation("live", "vllm"))
+    write_evaluation(tmp_path, "b", evaluation("live", "vllm", benchmark="gsm8k", prompts_digest="other"))
+    found = read_evaluations(tuple(sorted(tmp_path.glob("*.json"))))
+    assert {row.source for row in found.rows} == {"live, vllm"}
+
+
+@pytest.mark.parametrize("concurrencies", [(1, 4), (1,)], ids=["lines", "bars"])
+def test_an_evaluation_made_twice_is_drawn_once_and_everywhere_the_later(
+    tmp_path: Path, concurrencies: tuple[int, ...]
+) -> None:
+    for number, speed in enumerate((111.0, 222.0)):
+        document = evaluation("live", "vllm")
+        rows = [
+            {**row, "tokens_per_s": speed, "accept_length": 1 + speed / 1000}
+            for row in document["results"] if row["concurrency"] in concurrencies
+        ]  # fmt: skip
+        write_evaluation(tmp_path, str(number), {**document, "results": rows})
+    found = read_evaluations(tuple(sorted(tmp_path.glob("*.json"))))
+    live = live_section(Places(tmp_path), found)
+    whole = evaluation_section(Places(tmp_path), found)
+    speeds = next(figure for figure in live.figures if figure.title == "Output speed").chart.svg
+    lengths = next(figure for figure in whole.figures if "by benchmark" in figure.title).chart.svg
+    assert "222" in speeds and "111" not in speeds
+    assert speeds.count('class="hover"') == (2 if len(concurrencies) > 1 else 0)
+    assert "1.22" in lengths and "1.11" not in lengths
+
+
+@pytest.mark.parametrize(("change", "alike"), [({}, True), *((one, False) for _, one in (DRAFTERS, PROMPTS))])
+def test_live_is_held_against_offline_of_the_same_drafter_and_prompts_only(
+    tmp_path: Path, change: dict[str, str], alike: bool
+) -> None:
+    write_evaluation(tmp_path, "a", evaluation("live", "vllm"))
+    write_evaluation(tmp_path, "b", evaluation("offline-decoded", "transformers", **change))
+    section = live_section(Places(tmp_path), read_evaluations(tuple(sorted(tmp_path.glob("*.json")))))
+    (row,) = next(table for table in section.tables if table.title == "Live beside offline").rows
+    assert row[-1] == ("+0.0%" if alike else "not comparable")

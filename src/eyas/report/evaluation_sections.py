@@ -36,7 +36,7 @@ def evaluation_section(places: Places, found: Evaluations) -> Section:
     if decoded:
         best = max(decoded, key=lambda row: row.prompts or 0.0)
         note = f"tokens a cycle; {best.benchmark}, {best.plan}"
-        section.keys.append(Key(f"acceptance, {best.source.split()[0]}", number(best.length, 2), note))
+        section.keys.append(Key(f"acceptance, {best.source.split(',')[0]}", number(best.length, 2), note))
     return section
 
 
@@ -117,7 +117,7 @@ def _acceptance(rows: Sequence[Measured]) -> Table:
             number(row.prompts),
             interval(row.length, row.low, row.high),
             *(share(row.by_position[k]) if k < len(row.by_position) else "-" for k in range(most)),
-            row.head_digest[:8] or shortened(row.head, 24),
+            row.drafter,
         )
         for row in rows[:_ROWS]
     ]
@@ -161,7 +161,7 @@ def live_section(places: Places, found: Evaluations) -> Section:
             "offline, tokens a cycle",
             "difference",
         )
-        note = "Compared is what was asked with the same prompts and drafts."
+        note = "Compared is what was asked with the same prompts and drafts, of the same drafter."
         section.tables.append(Table("Live beside offline", head, beside, frozenset({4, 5, 6}), note))
     quick = max(rows, key=lambda row: row.speedup or 0.0)
     if quick.speedup:
@@ -176,11 +176,12 @@ def _by_concurrency(
     title: str, key: str, label: str, rows: Sequence[Measured], plain: Sequence[Measured]
 ) -> Chart | None:
     """Lines where several concurrencies were measured, else bars."""
-    of: dict[str, list[Measured]] = {}
+    measured: dict[str, dict[float, Measured]] = {}  # what was measured again: of files, the last by name
     for row in [*rows, *plain]:
         if getattr(row, key) is not None and row.concurrency and row.category == ALL:
             name = f"{row.source.removeprefix('live, ')}, {row.benchmark}{'' if row in rows else ', without drafts'}"
-            of.setdefault(name, []).append(row)
+            measured.setdefault(name, {})[row.concurrency] = row
+    of = {name: list(some.values()) for name, some in measured.items()}
     if len({row.concurrency for some in of.values() for row in some}) > 1:
         lines = [
             Line(name, [row.concurrency or 0.0 for row in some], [getattr(row, key) for row in some])
@@ -230,9 +231,9 @@ def _beside(live: Sequence[Measured], offline: Sequence[Measured]) -> list[tuple
             if other.benchmark != one.benchmark or one.length is None or not other.length:
                 continue
             same = bool(one.prompts_digest) and one.prompts_digest == other.prompts_digest
-            alike = same and one.plan == other.plan
+            alike = same and (one.plan, one.drafter) == (other.plan, other.drafter)
             difference = f"{one.length / other.length - 1:+.1%}" if alike else "not comparable"
             prompts = "the same" if same else "others"
             lengths = (number(one.length, 3), number(other.length, 3))
-            rows.append((one.benchmark, one.engine, other.source, prompts, *lengths, difference))
+            rows.append((one.benchmark, one.source.removeprefix("live, "), other.source, prompts, *lengths, difference))
     return rows

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from eyas.data.names import shortened
 from eyas.errors import first_line
 from eyas.report.logs import as_number, read_document, read_list, read_number, read_numbers, read_object, read_text
 
@@ -48,6 +49,11 @@ class Measured:
     speedup: float | None
     ttft_ms: float | None
 
+    @property
+    def drafter(self) -> str:
+        """Which one: the beginning of its digest, or its name where none is known."""
+        return self.head_digest[:8] or shortened(self.head, 24)
+
 
 @dataclass(slots=True)
 class Evaluations:
@@ -86,7 +92,7 @@ def read_evaluations(files: tuple[Path, ...]) -> Evaluations:
             found.unread.append((path.name, "it is no evaluation"))
             continue
         _add(found, path.name, document)
-    found.rows = _told_apart(found.rows)
+    found.rows, found.plain = _told_apart(found.rows), _told_apart(found.plain)
     for rows in (found.rows, found.plain):
         rows.sort(key=_place)
     return found
@@ -99,11 +105,25 @@ def _place(row: Measured) -> tuple[Any, ...]:
 
 
 def _told_apart(rows: list[Measured]) -> list[Measured]:
-    """Where one way of measuring was used with several plans, the plan is part of its name."""
-    plans: dict[str, set[str]] = {}
+    """Where one way of measuring was used with several plans or drafters, or a benchmark with several choices of
+    prompts, that is part of its name: what does not compare is never one line or one bar."""
+    for group, told in (
+        (lambda row: row.source, lambda row: row.plan),
+        (lambda row: row.source, lambda row: f"drafter {row.drafter}"),
+        (lambda row: (row.source, row.benchmark), lambda row: f"prompts {row.prompts_digest[:8] or 'not known'}"),
+    ):
+        rows = _named_by(rows, group, told)
+    return rows
+
+
+def _named_by(
+    rows: list[Measured], group: Callable[[Measured], object], told: Callable[[Measured], str]
+) -> list[Measured]:
+    """The rows, with what `told` says in the names of a group of which it says several things."""
+    said: dict[object, set[str]] = {}
     for row in rows:
-        plans.setdefault(row.source, set()).add(row.plan)
-    return [replace(row, source=f"{row.source}, {row.plan}") if len(plans[row.source]) > 1 else row for row in rows]
+        said.setdefault(group(row), set()).add(told(row))
+    return [replace(row, source=f"{row.source}, {told(row)}") if len(said[group(row)]) > 1 else row for row in rows]
 
 
 def _add(found: Evaluations, name: str, document: Mapping[str, Any]) -> None:
