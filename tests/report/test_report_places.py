@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from report_runs import copied, evaluation, make_training, start_event, write_evaluation, write_log
 
 from eyas.config import Config, load
+from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError, StoreError
 from eyas.report import write_report
 from eyas.report.places import Places, find
+from eyas.train.vocab import DraftVocab
 
 
 def test_a_run_has_all_its_parts(whole_run: Path) -> None:
@@ -58,6 +61,23 @@ def test_what_the_settings_name_may_be_gone(tmp_path: Path) -> None:
     assert (found.store, found.corpus) == (None, None)
     assert found.lost == (("corpus", tmp_path), ("store", Path("/gone/store")))
     assert "the training's settings name /gone/store, which is not there" in found.missing("store", "x").why
+
+
+def test_places_of_an_older_log_may_be_anothers(
+    whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says them as they were typed, and where the report is made the same words name the parts of another run."""
+    train = make_training(tmp_path / "run", store="store", corpus="corpus")
+    monkeypatch.chdir(whole_run)
+    digest = Corpus.open(Path("corpus")).digest
+    for known, expected in ((digest, (Path("store"), Path("corpus/corpus.parquet"))), ("5" * 64, (None, None))):
+        vocab = DraftVocab(torch.arange(8), 300, corpus_digest=known)
+        vocab.save(train / "vocab.safetensors")
+        found = find(train, Config())
+        assert (found.store, found.corpus) == expected
+    assert found.lost == (("corpus", Path("corpus")), ("store", Path("store")))
+    assert "the training's settings name store, which is of another corpus" in found.missing("store", "x").why
+    assert find(train, load(overrides=["train.store=store"])).store == Path("store")  # named by the user
 
 
 def test_a_trainings_own_copy_is_no_export(whole_run: Path, tmp_path: Path) -> None:

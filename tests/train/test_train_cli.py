@@ -43,6 +43,25 @@ def test_a_file_of_settings_is_enough_and_the_same_command_resumes(run: Callable
     assert [event["step"] for event in events(tmp_path / "out", "start")] == [0, 3]
 
 
+def test_the_log_tells_places_whole_and_a_run_goes_on_from_elsewhere(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started by relative places in one folder, gone on with by others in another."""
+    (tmp_path / "elsewhere").mkdir()
+    for folder, out in ((tmp_path, "run"), (tmp_path / "elsewhere", "../run")):
+        monkeypatch.chdir(folder)
+        for name in ("store", "corpus.parquet"):
+            Path(name).symlink_to(inputs / name)
+        places = {"store": "store", "corpus": "corpus.parquet", "out": out}
+        Path("run.yaml").write_text(yaml.safe_dump({"train": {**SETTINGS, **places, "max_steps": 1}}))
+        done = CliRunner().invoke(app, ["train", "run.yaml", "--set", "train.eval_share=0"])
+        assert done.exit_code == 0, done.output
+    first, second = (event["settings"] for event in events(tmp_path / "run", "start"))
+    assert (first["store"], first["out"]) == (str(tmp_path / "store"), str(tmp_path / "run"))
+    assert second["corpus"] == str(tmp_path / "elsewhere" / "corpus.parquet")
+    assert Path(second["target"]).is_absolute()
+
+
 def test_flags_win_over_the_file(run: Callable[..., Result], tmp_path: Path) -> None:
     assert run("--out", tmp_path / "other", "--set", "train.max_steps=1").exit_code == 0
     assert not (tmp_path / "out").exists()

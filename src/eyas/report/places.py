@@ -9,18 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from safetensors import SafetensorError, safe_open
+
+from eyas.capture.strictjson import loads
 from eyas.config import Config, ReportConfig
-from eyas.data.corpus import CORPUS_FILE
+from eyas.data.corpus import CORPUS_FILE, Corpus
 from eyas.disk import is_file_there, is_folder_there, is_there
-from eyas.errors import ConfigError
-from eyas.report.logs import Session, read_object, read_sessions
+from eyas.errors import ConfigError, EyasError
+from eyas.report.logs import Session, read_object, read_sessions, read_text
 from eyas.report.sections import Missing
+from eyas.store.documents import read_store_info
 from eyas.store.format import STORE_FILE
 
 CHECKPOINTS: Final = "checkpoints"  # of a training run, docs/training.md
 VOCAB: Final = "vocab.safetensors"
 DRAFT_FILES: Final = ("config.json", "model.safetensors")
 EVALUATIONS: Final = "evaluation-*.json"
+_VOCAB_FACTS: Final = "eyas"  # of its metadata
+_MOST_FACTS: Final = 1 << 16
 _DEPTH: Final = 3
 _MOST_FOLDERS: Final = 2000
 
@@ -33,7 +39,7 @@ class Places:
         run: what the user named.
         corpus: the Parquet file. store, train, exported: folders.
         evaluations: files, in the order of their names.
-        lost: parts that the run's own settings name and that are not there: (part, path).
+        lost: parts that the run's own settings name and that are not there, or are another run's: (part, path).
         logs: of the training run.
     """
 
@@ -56,7 +62,8 @@ class Places:
     def missing(self, part: str, command: str) -> Missing:
         """Says that a part is not there, and which command makes it."""
         path = next((path for name, path in self.lost if name == part), None)
-        why = f"the training's settings name {path}, which is not there or not to be read" if path else ""
+        what = "is of another corpus" if path and _is_part(part, path) else "is not there or not to be read"
+        why = f"the training's settings name {path}, which {what}" if path else ""
         return Missing(f"the {part}" if path else f"a {part}", why, command)
 
 
@@ -81,11 +88,14 @@ def find(run: Path | None, cfg: Config) -> Places:
     logs = tuple(read_sessions(train)) if train else ()
     settings = _settings(logs)
     lost: list[tuple[str, Path]] = []
+    trained_on = _corpus_of_run(train) if train else ""
     for part in ("corpus", "store"):
-        said = getattr(cfg.train, part) or settings.get(part)
+        typed = getattr(cfg.train, part)
+        said = typed or settings.get(part)
         if part not in found and said:
             path = _there(Path(str(said)))
-            if path is None or not _is_part(part, path):
+            # Older logs say places as they were typed, in another folder than this one.
+            if path is None or not _is_part(part, path) or (not typed and _is_anothers(part, path, trained_on)):
                 lost.append((part, Path(str(said))))
             else:
                 found[part] = path
@@ -192,6 +202,27 @@ def _settings(logs: tuple[Session, ...]) -> dict[str, object]:
     """What the last session of a training run was told."""
     starts = [read_object(event, "settings") for session in logs for event in session.of("start")]
     return starts[-1] if starts else {}
+
+
+def _corpus_of_run(train: Path) -> str:
+    """Digest of the corpus that a training run's vocabulary was made for; empty where it does not say."""
+    try:
+        with safe_open(train / VOCAB, "numpy") as file:
+            facts = loads((file.metadata() or {})[_VOCAB_FACTS], _MOST_FACTS)
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return ""
+    return read_text(facts, "corpus_digest")
+
+
+def _is_anothers(part: str, path: Path, trained_on: str) -> bool:
+    """Whether a corpus, or that of a store, is surely not the one of this digest."""
+    if not trained_on:
+        return False
+    try:
+        found = Corpus.open(path).digest if part == "corpus" else read_store_info(path).corpus.get("digest")
+    except EyasError:
+        return False  # its own section says what is wrong with it
+    return found != trained_on
 
 
 def _there(path: Path | None) -> Path | None:

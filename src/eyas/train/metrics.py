@@ -12,11 +12,16 @@ from typing import Any, Final
 import numpy as np
 
 from eyas.acceptance import Acceptance
+from eyas.config import TrainConfig
+from eyas.disk import is_folder_there
 from eyas.errors import ConfigError
 from eyas.events import EventLog
+from eyas.target.checkpoint import Target
 
 EVENTS_DIR: Final = "events"
 BOARD_DIR: Final = "tensorboard"
+_NEVER_IDS: Final = ("store", "corpus", "out")
+_OFTEN_IDS: Final = ("target", "init_from")  # of the hub, else folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,15 @@ class Recorder:
                     self._board.add_scalar(f"{group}/{name}/{k}", one, step)
             elif value is not None and name != "step":
                 self._board.add_scalar(f"{group}/{name}", value, step)
+
+
+def settings_told(cfg: TrainConfig, target: Target) -> dict[str, Any]:
+    """The settings for the log, which is read later and from other folders: with places that mean the same there."""
+    said = cfg.model_dump(mode="json") | {"target": target.model}
+    for name in (*_NEVER_IDS, *_OFTEN_IDS):
+        if said[name] is not None and (name in _NEVER_IDS or is_folder_there(Path(said[name]))):
+            said[name] = str(Path(said[name]).absolute())
+    return said
 
 
 def _finite(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from eyas.train.checkpoint_format import DraftCheckpoint, save_checkpoint
 from eyas.train.distributed import Shared, World, open_world
 from eyas.train.draft import Eagle3Config, Eagle3Draft
 from eyas.train.loss import TeacherHead
-from eyas.train.metrics import Recorder
+from eyas.train.metrics import Recorder, settings_told
 from eyas.train.objective import Objective, ObjectiveOptions
 from eyas.train.optimizer import Schedule, make_adamw
 from eyas.train.reader import Reading, TrainReader
@@ -163,8 +163,8 @@ def _train(cfg: TrainConfig, inputs: Inputs, world: World, signals: StopSignals,
             say(f"resumed at step {progress.step:,} of about {progress.total:,}: {latest}")
         recorder.note(
             "start", step=progress.step, total=progress.total, ranks=world.size, device=str(world.device),
-            parameters=objective.draft.num_parameters, draft_vocab=len(vocab), settings=cfg.model_dump(mode="json"),
-            versions=versions(),
+            parameters=objective.draft.num_parameters, draft_vocab=len(vocab),
+            settings=settings_told(cfg, inputs.target), versions=versions(),
         )  # fmt: skip
         with TrainView(console, progress.total, progress.step) as view:
             parts = Parts(
