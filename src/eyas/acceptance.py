@@ -83,9 +83,8 @@ def cycle_counts(cycles: Iterable[tuple[int, int]], depth: int) -> tuple[Counts,
 def counter_counts(drafts: int, accepted_K: Sequence[int]) -> tuple[Counts, Counts]:
     """What `acceptance` takes, from a server's counters.
 
-    A server does not tell where answers ended. Its cycles count as if each had had room for all K tokens: where one was
-    cut short the step after the cut is reached and not right, which pulls the length down by less than K divided by
-    the cycles of an answer.
+    A server counts before it trims an answer: what its last cycle accepted behind the end counts like the rest. So the
+    length differs from that of `cycle_counts`, up or down, by less than K divided by the cycles of an answer.
 
     Args:
         drafts: cycles in which tokens were drafted.

@@ -45,6 +45,7 @@ class FakeServer(httpx.AsyncBaseTransport):
         increments: SGLang sends what is new, not the answer so far.
         lag: how often /metrics is read before it knows of a reply.
         dies_after: answers before it is gone. falls_silent: its replies end without their last word.
+        deeper_after: requests until it is another vLLM, which drafts one step more.
         hook: called with each request's body, and may change what it is answered with by raising or returning a reply.
         asked: bodies of all requests for answers.
         busy: requests of others at work. foreign: (requests, prompt tokens, tokens) of others, added to each answer.
@@ -61,6 +62,7 @@ class FakeServer(httpx.AsyncBaseTransport):
     lag: int = 0
     dies_after: int | None = None
     falls_silent: bool = False
+    deeper_after: int | None = None
     metrics: bool = True
     busy: int = 0
     foreign: tuple[int, int, int] = (0, 0, 0)
@@ -149,6 +151,8 @@ class FakeServer(httpx.AsyncBaseTransport):
         return prompt, tokens, drafts
 
     def _metrics(self) -> str:
+        if self.deeper_after is not None and len(self.asked) > self.deeper_after:
+            self.depth, self.deeper_after = self.depth + 1, None
         if self._shown and self._late:
             self._late -= 1
             return self._shown

@@ -50,6 +50,13 @@ def test_what_was_added_since() -> None:
     assert after.since(before) == VllmCounters(10, 30, (6, 3, 0), 30, 4, 1, 0)
 
 
+def test_counters_of_another_depth_were_not_added() -> None:
+    before = VllmCounters(40, 120, (12, 5, 2), 120, 36, 7, 0)
+    for now in (VllmCounters(50, 150, (18, 8), 150, 40, 8, 0), VllmCounters(None, 0, (), 150, 40, 8, 0)):
+        with pytest.raises(ValueError, match="3 before"):
+            now.since(before)
+
+
 @pytest.mark.parametrize("missing", ["generation_tokens_total", "request_success_total"])
 def test_no_counters_of_tokens(missing: str) -> None:
     assert VllmCounters.read("\n".join(line for line in METRICS.splitlines() if missing not in line)) is None

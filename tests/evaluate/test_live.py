@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from eyas.data.template import Template
 from eyas.errors import ConfigError, EngineError, EyasError, IntegrityError, Interrupted
 from eyas.evaluate.counters import Cycles
 from eyas.evaluate.live import Live, evaluate_live
-from eyas.evaluate.results import read_evaluation
+from eyas.evaluate.results import read_evaluation, without_secrets
 
 MOST = 12  # tokens of an answer
 QUESTIONS = [
@@ -46,6 +47,11 @@ class World(NamedTuple):
         cfg = self.config(server="http://drafting:8000/v1", baseline_server=named, **settings)
         console = Console(file=io.StringIO())
         return evaluate_live(self.head, cfg, console=console, command="eyas evaluate", transport=Net(servers))
+
+    def alone(self, plain: FakeServer, **settings: Any) -> Live:
+        """Only the server without a drafter."""
+        cfg = self.config(baseline_server="http://plain:8000", **settings)
+        return evaluate_live(self.head, cfg, console=Console(file=io.StringIO()), transport=Net({"plain": plain}))
 
     def config(self, **settings: Any) -> Config:
         said = {
@@ -152,6 +158,18 @@ def test_both_servers_are_asked_the_same_and_share_no_cache(engine: str, world: 
         assert one.speedup == pytest.approx(one.tokens_per_s / speed)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_default_of_the_server_decides_on_the_sampling(engine: str, world: World) -> None:
+    server = FakeServer(engine)
+    world.run(server, concurrency="1", temperature=0.5)
+    for body in server.asked:
+        said = body if engine == "vllm" else body["sampling_params"]
+        neutral = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "top_k": 0 if engine == "vllm" else -1}
+        assert {name: said.get(name) for name in neutral} == neutral
+        assert said["temperature"] == 0.5
+
+
 def test_answers_that_differ_are_told(world: World) -> None:
     plain = FakeServer(depth=0)
     plain.hook = lambda body: _with_a_word_changed(plain._vllm(body)) if len(plain.asked) == 2 else None
@@ -196,13 +214,50 @@ def test_a_prompt_that_does_not_fit_is_left_out_by_name(world: World, template: 
         world.run(FakeServer(longest=20))
 
 
-def test_a_password_in_a_url_is_not_kept(world: World) -> None:
-    cfg = world.config(server="http://me:hunter2@drafting:8000")
-    net = Net({"drafting": FakeServer()})
-    command = "eyas evaluate head --server http://me:hunter2@drafting:8000"
+def test_what_a_server_without_a_drafter_was_not_asked_is_in_its_file(world: World, template: Template) -> None:
+    longest = max(len(ids) for ids in expected_prompts(template)) + MOST + 3 - 1
+    beside = world.run(FakeServer(longest=longest), FakeServer(depth=0, longest=longest))
+    alone = world.alone(FakeServer(depth=0, longest=longest))
+    for path in (beside.plain_path, alone.path):
+        (note,) = read_evaluation(path)["notes"]  # type: ignore[arg-type]
+        assert "from turn 2 on: longer than the server admits" in note
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_first_question_that_does_not_fit_leaves_no_server_cold(engine: str, world: World) -> None:
+    rows = [{"question_id": 0, "category": "long", "turns": ["word " * 900]}, *QUESTIONS]
+    world.questions.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    server = FakeServer(engine, longest=700)
+    done = world.run(server, concurrency="1")
+    assert len(server.asked) == 1 + 5, "one request warms it up"
+    assert done.evaluation.results[0].tokens == sum(len(answer_to(ids, MOST)) for ids in asked_for(server)[1:])
+
+
+SECRETS = [
+    ["--server", "http://me:hunter2@drafting:8000"],
+    ["--server", "http://me:hunter@hunter2@drafting:8000"],
+    ["--set", "server.api_key=hunter2"],
+    ["--set", "server.api_key=a b 'hunter2'"],
+    ["--set", "server.api_key= hunter2"],
+    ["--set", 'server.urls=["http://me:hunter2@drafting:8000/v1"]'],
+]
+
+
+@pytest.mark.parametrize("words", SECRETS, ids=" ".join)
+def test_a_password_in_a_url_and_an_api_key_are_not_kept(words: list[str], world: World) -> None:
+    cfg = world.config(server="http://me:hunter2@drafting:8000", concurrency="1")
+    net, command = Net({"drafting": FakeServer()}), shlex.join(["eyas", "evaluate", "a head", *words, "--depth", "3"])
     done = evaluate_live(world.head, cfg, console=Console(file=io.StringIO()), command=command, transport=net)
     assert "hunter2" not in done.path.read_text()
-    assert "http://drafting:8000" in done.evaluation.command
+    kept = shlex.split(done.evaluation.command)
+    assert kept[:4] + kept[5:] == ["eyas", "evaluate", "a head", words[0], "--depth", "3"]
+    assert kept[4].startswith(("http://drafting:8000", "server.api_key=", "server.urls="))
+
+
+def test_a_command_that_hides_nothing_is_kept_as_it_is() -> None:
+    for text in ("eyas ...", "eyas evaluate 'a b' --target me@home", "it's open", ""):
+        assert without_secrets(text) == text
+    assert "hunter2" not in without_secrets("it's api_key: hunter2")
 
 
 # --- without speculation, from an earlier run -------------------------------------------------------------------------
@@ -224,6 +279,7 @@ def test_one_server_after_another(world: World) -> None:
     cfg, quiet = world.config(baseline_server="http://plain:8000"), Console(file=io.StringIO())
     net = Net({"plain": FakeServer(depth=0)})
     first = evaluate_live(world.head, cfg, console=quiet, transport=net)
+    assert read_evaluation(first.path)["versions"]["model"] == "SmolLM2-135M-Instruct"
     assert first.path.name == "evaluation-toy-vllm-live-d0.json" and first.plain is None
     done = world.run(FakeServer(), str(first.path))
     assert all(one.speedup for one in done.evaluation.results)
@@ -245,6 +301,26 @@ def test_runs_of_other_prompts_or_sampling_are_not_compared(change: dict[str, An
     with pytest.raises(ConfigError, match=f"cannot be compared: {says}"):
         world.run(server, str(plain), **change)
     assert not server.asked
+
+
+def test_runs_of_other_models_are_not_compared_and_tell(world: World) -> None:
+    """Whatever target was named, the servers' own words count."""
+    other = world.alone(FakeServer(depth=0, model="/models/SmolLM2-360M-Instruct"))
+    (note,) = read_evaluation(other.path)["notes"]
+    assert "names its model SmolLM2-360M-Instruct, the drafter's target is" in note
+    server = FakeServer()
+    with pytest.raises(ConfigError, match="model SmolLM2-360M-Instruct and SmolLM2-135M-Instruct"):
+        world.run(server, str(other.path))
+    assert not server.asked
+
+
+def test_a_file_that_does_not_tell_its_model_is_not_compared(world: World) -> None:
+    plain = world.alone(FakeServer(depth=0)).path
+    known = json.loads(plain.read_text())
+    del known["versions"]["model"]
+    plain.write_text(json.dumps(known))
+    with pytest.raises(ConfigError, match="model unknown and"):
+        world.run(FakeServer(), str(plain))
 
 
 def test_runs_whose_prompts_have_other_tokens_are_not_compared(world: World) -> None:
@@ -347,6 +423,7 @@ def _with(server: FakeServer, make: Callable[[FakeServer], Any]) -> FakeServer:
         (FakeServer("sglang", hook=_sends_text_only), "no token ids"),
         (_with(FakeServer("vllm"), _loses_a_token), "counts 12 tokens of an answer, and sent 11"),
         (_with(FakeServer("vllm"), _counts_nothing), "counts no drafts"),
+        (FakeServer("vllm", deeper_after=2), "counters went back"),
         (_with(FakeServer("sglang"), _counts_nothing), "tells nothing of its drafts"),
         (FakeServer("openai"), "neither SGLang nor vLLM"),
     ],
@@ -380,8 +457,9 @@ def test_another_drafter_is_refused_where_the_server_tells(world: World, tmp_pat
     other.mkdir()
     (other / "config.json").write_text("{}")
     (other / "model.safetensors").write_bytes(b"other weights")
-    with pytest.raises(ConfigError, match="another drafter"):
+    with pytest.raises(ConfigError, match="another drafter") as caught:
         world.run(FakeServer("sglang", draft=str(other)))
+    assert "name the exported folder" in str(caught.value)
     (other / "model.safetensors").write_bytes(b"weights")
     assert world.run(FakeServer("sglang", draft=str(other))).evaluation.notes == ()
     elsewhere = world.run(FakeServer("sglang", draft="/elsewhere/draft")).evaluation.notes
@@ -395,6 +473,49 @@ def test_ctrl_c_leaves_no_figures(asked: int, world: World) -> None:
     with pytest.raises(Interrupted):
         world.run(server)
     assert not world.out.exists()
+
+
+@pytest.mark.parametrize("name", ["server", "baseline_server"])
+def test_ctrl_c_shows_the_server_and_no_password(name: str, world: World) -> None:
+    server = FakeServer(depth=3 if name == "server" else 0)
+    server.hook = lambda _: signal.raise_signal(signal.SIGINT)
+    cfg = world.config(**{name: "http://me:hunter2@drafting:8000"})
+    with pytest.raises(Interrupted) as caught:
+        evaluate_live(world.head, cfg, console=Console(file=io.StringIO()), transport=Net({"drafting": server}))
+    assert "http://drafting:8000" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"depth": 5}, "drafts with depth 3, not 5"),
+        ({"topk": 2}, "drafts with topk 1, not 2"),
+        ({"draft_tokens": 8}, "drafts with draft_tokens 3, not 8"),
+        ({"temperature": 1, "sample_drafts": "true"}, "sample_drafts is of this process"),
+        ({"tree_keys": "ancestors"}, "tree_keys is of this process"),
+        ({"dtype": "bf16"}, "dtype is of this process"),
+    ],
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_drafting_that_is_not_the_servers_is_refused(
+    engine: str, settings: dict[str, Any], says: str, world: World
+) -> None:
+    server = FakeServer(engine)
+    with pytest.raises(ConfigError, match=says):
+        world.run(server, **settings)
+    assert not server.asked and not world.out.exists()
+
+
+def test_drafting_that_is_the_servers_may_be_said(world: World) -> None:
+    said = {"depth": 3, "topk": 1, "draft_tokens": 3, "dtype": "f32", "tree_keys": "places"}
+    assert world.run(FakeServer(), concurrency="1", **said).evaluation.depth == 3
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1,0", "[4, -2]"])
+def test_none_or_less_at_a_time_is_refused_beforehand(text: str, world: World) -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.concurrency"):
+        world.config(concurrency=text)
 
 
 @pytest.mark.parametrize("settings", [{"store": "store"}, {"questions": None}])

@@ -75,7 +75,7 @@ def test_each_turn_is_walked_and_a_row_may_begin_with_its_answer(tiny: Tiny) -> 
     mask = torch.zeros_like(row.loss_mask)
     mask[:5] = mask[8:11] = 1
     cycles = walk(drafter, with_mask(row, mask), Drafting.of(1))
-    assert sum(accepted + 1 for accepted, _ in cycles) >= 3 + 1
+    assert sum(accepted + 1 for accepted, _ in cycles) >= 3 + 2, "both answers, as far as each leaves room"
     deep = walk(drafter, with_mask(row, mask), Drafting.of(3))
     assert deep[0][1] == 3
     assert deep[-1][1] <= 2, "the last answer has room for two, though the row goes on"
@@ -83,6 +83,11 @@ def test_each_turn_is_walked_and_a_row_may_begin_with_its_answer(tiny: Tiny) -> 
     single = torch.zeros_like(mask)
     single[6] = 1
     assert walk(drafter, with_mask(row, single), Drafting.of(1)) == [], "one token leaves nothing to draft"
+    first = torch.zeros_like(mask)
+    first[0] = 1
+    assert walk(drafter, with_mask(row, first), Drafting.of(1)) == [], "nor does it as the first of the row"
+    alone = StoreRow(row.row, row.tokens[:1], first[:1], row.aux[:1], row.last, row.last_index)
+    assert walk(drafter, alone, Drafting.of(1)) == []
 
 
 def with_mask(row: StoreRow, mask: torch.Tensor) -> StoreRow:

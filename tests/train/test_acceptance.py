@@ -117,11 +117,23 @@ def test_cycles_counters_and_histograms_of_whole_cycles_are_one_thing(accepted: 
     assert acceptance(*counters).length == pytest.approx(1 + np.mean(accepted))
 
 
-def test_counters_do_not_know_where_answers_end_and_err_down() -> None:
-    cut = [(3, 3), (1, 1), (3, 3)]
-    known, counted = acceptance(*cycle_counts(cut, 3)), acceptance(*counter_counts(3, [3, 2, 2]))
-    assert known.length == 4
-    assert counted.length == pytest.approx(1 + 7 / 3)
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=5), st.integers(1, 4))
+def test_counters_differ_by_what_lies_behind_the_ends_of_answers(answers: list[list[int]], room: int) -> None:
+    """Answers that their last cycle meets the end of: its server counts all that it accepted, we what there was."""
+    known = [(n, 4) for answer in answers for n in answer[:-1]] + [(min(one[-1], room), room) for one in answers]
+    counted = [n for answer in answers for n in answer]
+    ours = acceptance(*cycle_counts(known, 4)).length
+    theirs = acceptance(*counter_counts(len(counted), [sum(n > k for n in counted) for k in range(4)])).length
+    assert theirs == pytest.approx(1 + np.mean(counted))
+    assert abs(ours - theirs) < 4 / (len(counted) / len(answers))
+
+
+def test_counters_err_up_and_down() -> None:
+    down, up = [(3, 3), (1, 1), (3, 3)], [(0, 3), (1, 1), (0, 3)]
+    assert acceptance(*cycle_counts(down, 3)).length == 4
+    assert acceptance(*counter_counts(3, [3, 2, 2])).length == pytest.approx(1 + 7 / 3)
+    assert acceptance(*cycle_counts(up, 3)).length == pytest.approx(1 + 1 / 3)
+    assert acceptance(*counter_counts(3, [1, 1, 1])).length == pytest.approx(2)
 
 
 def test_a_shallower_chain_is_the_beginning_of_a_deeper_one() -> None:

@@ -77,7 +77,8 @@ def evaluate(
     In servers: `eyas evaluate run --questions mt_bench/question.jsonl --server http://localhost:30000
     --baseline-server http://localhost:30001`
 
-    It leaves evaluation-*.json in the drafter's run, else here; see docs/evaluation.md. A stopped one goes on.
+    It leaves evaluation-*.json in the drafter's run, else here; see docs/evaluation.md. A stopped one goes on;
+    with --server it begins anew.
     """
     flags = {
         "--store": ("evaluate.store", store),

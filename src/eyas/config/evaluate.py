@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from eyas.config.fields import Ints, Section
+from eyas.config.fields import PositiveInts, Section
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -49,7 +49,7 @@ class EvaluateConfig(Section):
     held_out: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of the store's rows, chosen as `train.eval_share` chooses them; 0 or 1 takes all. Default: the rows that
     the drafter's run held out, where it was trained on this corpus; else all."""
-    concurrency: Annotated[Ints, Field(min_length=1)] = (1, 4, 16)
+    concurrency: Annotated[PositiveInts, Field(min_length=1)] = (1, 4, 16)
     """Requests at a time, of a server; 1 is always among them, and acceptance is measured there."""
     max_new_tokens: Positive = 256
     """Longest answer of a turn."""

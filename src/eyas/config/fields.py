@@ -39,6 +39,10 @@ Ints = Annotated[tuple[int, ...], BeforeValidator(_parse_ints)]
 """Whole numbers: `[1, 2]`, `1,2` or `1`."""
 
 
+PositiveInts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_parse_ints)]
+"""As `Ints`, each at least 1."""
+
+
 class Section(BaseModel):
     """A part of the settings: frozen, and strict about its keys."""
 

@@ -22,8 +22,9 @@
                                                counted
       "prompts_digest": "91d2...",             of the questions, or the rows' prompts: only equal ones can be compared
       "sampling": {"temperature": 0.0, "seed": 0, "max_new_tokens": 128},
-      "versions": {"eyas": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"},
-      "command": "eyas evaluate run/draft --questions question.jsonl",
+      "versions": {"eyas": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"},    in "live" the engine's, and
+                                               "model", the target as the server names it
+      "command": "eyas evaluate run/draft --questions question.jsonl",    without passwords and keys
       "notes": [],                             sentences a reader should know: rows left out, and why
       "date": "2026-11-30T13:00:00+00:00",
       "results": [                             "all" first, then the categories by name

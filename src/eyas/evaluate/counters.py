@@ -133,8 +133,14 @@ class VllmCounters:
         )
 
     def since(self, before: VllmCounters) -> VllmCounters:
-        """What was added since; negative after a restart of the server."""
+        """What was added since; negative after a restart of the server.
+
+        Raises:
+            ValueError: it drafts to another depth since: it was restarted.
+        """
         theirs = before.accepted or (0,) * len(self.accepted)
+        if len(theirs) != len(self.accepted):
+            raise ValueError(f"drafts of {len(self.accepted)} tokens, {len(theirs)} before")
         return VllmCounters(
             drafts=None if self.drafts is None else self.drafts - (before.drafts or 0),
             draft_tokens=self.draft_tokens - before.draft_tokens,

@@ -106,9 +106,9 @@ class Earlier:
             for name in _SAME
             if getattr(mine, name) != getattr(wanted, name)
         ]
-        engine = wanted.engine
-        if (theirs := mine.versions.get(engine)) != (ours := wanted.versions.get(engine)):
-            differing.append(f"version {theirs} and {ours}")
+        for name, key in (("version", wanted.engine), ("model", "model")):
+            if (theirs := mine.versions.get(key)) != (ours := wanted.versions.get(key)):
+                differing.append(f"{name} {theirs or 'unknown'} and {ours or 'unknown'}")
         if differing:
             hint = "measure both with the same questions, limit and sampling"
             raise ConfigError(f"the runs cannot be compared: {'; '.join(differing)}", self.path, hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ class Journal:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path.with_name(path.name + _SUFFIX)
-        self._key = json.dumps(settings, sort_keys=True)
+        self._key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         self.done: dict[int, PromptCounts] = {}
         with disk_errors(self.path):
             if not path.parent.exists():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from eyas.evaluate.head import Head
 from eyas.evaluate.http import Http
 from eyas.evaluate.passes import Asker, Pass, Prompt, Turns
 from eyas.evaluate.questions import Question, benchmark_of, digest_of, read_questions
-from eyas.evaluate.results import ALL, Evaluation, Result
+from eyas.evaluate.results import ALL, Evaluation, Result, without_secrets
 from eyas.evaluate.served import NO_DRAFTS, Asking, ServedModel
 from eyas.evaluate.sglang import SglangServer
 from eyas.evaluate.vllm import VllmServer
@@ -40,7 +39,9 @@ from eyas.target.checkpoint import Target
 from eyas.train.checkpoint_format import CONFIG_FILE
 
 _URL: Final = ("http://", "https://")
-_SECRET: Final = re.compile(r"(?<=://)[^/@\s]+@")  # user and password of a URL
+#: Settings that a server was started with, and those that it knows nothing of.
+_SERVED: Final = ("depth", "topk", "draft_tokens")
+_IN_PROCESS: Final = ("sample_drafts", "tree_keys", "dtype")
 
 
 class Live(NamedTuple):
@@ -155,6 +156,7 @@ def evaluate_live(
     if not (wanted.server or alone) or wanted.questions is None or wanted.store is not None:
         hint = "name --server URL and --questions FILE, and no --store"
         raise ConfigError("a server is measured on questions", "eyas evaluate", hint)
+    _check_in_process(wanted)
     head = Head.find(str(draft))
     with StopSignals():
         target = head.target(wanted.target, None)
@@ -162,13 +164,12 @@ def evaluate_live(
         questions = read_questions(wanted.questions, wanted.limit)
         folder = wanted.out or head.run or Path()
         spoken = console or Console(stderr=True)
-        setting = _Setting(head, wanted, target, template, questions, spoken, _SECRET.sub("", command), folder)
+        setting = _Setting(head, wanted, target, template, questions, spoken, without_secrets(command), folder)
         try:
             return asyncio.run(_measure(setting, cfg, transport))
         except KeyboardInterrupt:
-            raise Interrupted(
-                "stopped", wanted.server, "nothing of it is kept but what is said to be written"
-            ) from None
+            where = without_secrets(wanted.server or wanted.baseline_server or "")
+            raise Interrupted("stopped", where, "nothing of it is kept but what is said to be written") from None
 
 
 async def _measure(setting: _Setting, cfg: Config, transport: httpx.AsyncBaseTransport | None) -> Live:
@@ -180,6 +181,7 @@ async def _measure(setting: _Setting, cfg: Config, transport: httpx.AsyncBaseTra
         stack.push_async_callback(server.close)
         if not server.depth:
             raise EngineError("the server does not speculate", server.where, NO_DRAFTS[server.engine])
+        _check_plan(server, wanted)
         notes = _check_head(server, setting)
         rooms = [server.longest]
         plain_server: ServedModel | None = None
@@ -198,9 +200,7 @@ async def _measure(setting: _Setting, cfg: Config, transport: httpx.AsyncBaseTra
         plain, plain_path, prompts, theirs = None, None, None, None
         if plain_server is not None:
             passes = await _passes(setting, plain_server, turns, None)
-            plain = replace(_evaluation(setting, plain_server, plain=True), results=_results(passes, setting, 0, {}))
-            plain_path = plain.write(setting.folder)
-            save_answers(plain_path, passes[0])
+            plain, plain_path = _write_plain(setting, plain_server, turns, passes)
             prompts, theirs = passes[0].prompts, [answer.tokens for answer in passes[0].answers]
         elif earlier is not None:
             plain, plain_path = earlier.evaluation, earlier.path
@@ -230,13 +230,22 @@ async def _measure_plain(setting: _Setting, cfg: Config, transport: httpx.AsyncB
             what = f"the server without speculation drafts {server.depth} tokens a cycle"
             raise ConfigError(what, server.where, "name it by --server, or start it without a drafter")
         room = None if server.longest is None else server.longest - wanted.max_new_tokens - wanted.depth
-        passes = await _passes(setting, server, Turns(setting.template, room), None)
+        turns = Turns(setting.template, room)
+        passes = await _passes(setting, server, turns, None)
     finally:
         await server.close()
-    done = replace(_evaluation(setting, server, plain=True), results=_results(passes, setting, 0, {}))
+    return Live(*_write_plain(setting, server, turns, passes), None, None)
+
+
+def _write_plain(
+    setting: _Setting, server: ServedModel, turns: Turns, passes: Sequence[Pass]
+) -> tuple[Evaluation, Path]:
+    """What was measured without a drafter, and its file; the answers lie beside it."""
+    notes = (*_check_target(server, setting), *turns.left_out)
+    done = replace(_evaluation(setting, server, plain=True), results=_results(passes, setting, 0, {}), notes=notes)
     path = done.write(setting.folder)
     save_answers(path, passes[0])
-    return Live(done, path, None, None)
+    return done, path
 
 
 async def _passes(setting: _Setting, server: ServedModel, turns: Turns, prompts: Sequence[Prompt] | None) -> list[Pass]:
@@ -317,7 +326,11 @@ def _evaluation(setting: _Setting, server: ServedModel, *, plain: bool) -> Evalu
         draft_tokens=0 if plain else server.draft_tokens,
         prompts_digest=digest_of(setting.questions),
         sampling={"temperature": cfg.temperature, "seed": cfg.seed, "max_new_tokens": cfg.max_new_tokens},
-        versions={"eyas": importlib.metadata.version("eyas"), server.engine: server.version},
+        versions={
+            "eyas": importlib.metadata.version("eyas"),
+            server.engine: server.version,
+            "model": server.name,  # as the server names it
+        },
         command=setting.command,
         results=(),
     )
@@ -335,10 +348,33 @@ def _check_head(server: ServedModel, setting: _Setting) -> list[str]:
     elif (Path(server.draft) / CONFIG_FILE).is_file():
         theirs, ours = Head.find(server.draft).digest(), setting.head.digest()
         if theirs and ours and theirs != ours:
-            hint = f"its weights are not those of {setting.head.model}: start the server with this one"
+            hint = f"its weights are not those of {setting.head.model}: start the server with this one, or name the "
+            hint += "exported folder, whose weights may be of another dtype"
             raise ConfigError("the server runs another drafter", f"{server.where}: {server.draft}", hint)
     elif server.draft != setting.head.model:
         notes.append(f"the server names its drafter {server.draft}; whether it is this one is not known")
-    if server.name != Path(setting.target.model).name:
-        notes.append(f"the server names its model {server.name}, the drafter's target is {setting.target.model}")
-    return notes
+    return [*notes, *_check_target(server, setting)]
+
+
+def _check_target(server: ServedModel, setting: _Setting) -> list[str]:
+    """What is not known of the server's model."""
+    if server.name == Path(setting.target.model).name:
+        return []
+    return [f"the server names its model {server.name}, the drafter's target is {setting.target.model}"]
+
+
+def _check_in_process(wanted: EvaluateConfig) -> None:
+    """Raises ConfigError where something is set that only drafting in this process knows."""
+    for name in _IN_PROCESS:
+        if getattr(wanted, name) != EvaluateConfig.model_fields[name].default:
+            what = f"a server drafts as it was started: {name} is of this process"
+            raise ConfigError(what, f"evaluate.{name}", "leave it out, or measure without --server")
+
+
+def _check_plan(server: ServedModel, wanted: EvaluateConfig) -> None:
+    """Raises ConfigError where a draft was asked for that is not the server's."""
+    for name in _SERVED:
+        asked, served = getattr(wanted, name), getattr(server, name)
+        if name in wanted.model_fields_set and asked not in (None, served):
+            what = f"the server drafts with {name} {served}, not {asked}"
+            raise ConfigError(what, f"evaluate.{name}", "a server drafts as it was started: leave it out")

@@ -106,7 +106,8 @@ class Asker:
     async def converse(self, questions: Sequence[Question], turns: Turns) -> Pass:
         """One prompt at a time, later turns with the answers before them."""
         found: list[tuple[Prompt, Answer, Cycles | None]] = []
-        first = next(turns.of(0, questions[0]), None)
+        firsts = (next(turns.of(number, question), None) for number, question in enumerate(questions))
+        first = next((prompt for prompt in firsts if prompt is not None), None)
         await self._warm_up([first] if first else [], 1)
         for number, question in enumerate(questions):
             talk = turns.of(number, question)

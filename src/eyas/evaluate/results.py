@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -13,11 +16,16 @@ import numpy as np
 from rich.table import Table
 
 from eyas.acceptance import acceptance, cycle_counts
-from eyas.errors import ConfigError, IntegrityError
+from eyas.errors import ConfigError, EyasError, IntegrityError
 from eyas.store.files import disk_errors, make_folder, write_atomic
 
 FORMAT: Final = 1
 ALL: Final = "all"
+
+_USER: Final = re.compile(r"(?<=://)[^/?#\s]*@")  # user and password of a URL
+_KEY: Final = re.compile(r"""(api[_-]?key["']?\s*[=:]\s*).+""", re.IGNORECASE | re.DOTALL)
+#: What tells evaluations apart that go by one name.
+_OF: Final = ("head", "head_digest", "target", "prompts_digest", "sampling")
 
 Mode = Literal["offline-simulated", "offline-decoded", "live"]
 
@@ -140,13 +148,26 @@ class Evaluation:
         """The file's text."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
 
+    def path_in(self, folder: Path) -> Path:
+        """Where the file goes: one of another drafter, target, prompts or sampling is not replaced."""
+        path = folder / self.file_name
+        try:
+            known = read_evaluation(path)
+        except EyasError:
+            return path
+        mine = {name: getattr(self, name) for name in _OF}
+        if all(known.get(name) == value for name, value in mine.items()):
+            return path
+        digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+        return path.with_name(f"{path.stem}-{digest[:6]}{path.suffix}")
+
     def write(self, folder: Path) -> Path:
-        """Write the file, in place of an earlier one of the same kind.
+        """Write the file at `path_in`, in place of an earlier one of the same kind.
 
         Raises:
             StoreError: the disk.
         """
-        path = folder / self.file_name
+        path = self.path_in(folder)
         with disk_errors(path):
             if not folder.exists():
                 make_folder(folder)
@@ -178,6 +199,16 @@ def by_category(prompts: Iterable[PromptCounts], depth: int, seed: int = 0) -> t
     names = sorted({prompt.category for prompt in prompts})
     groups = [(name, [prompt for prompt in prompts if prompt.category == name]) for name in names]
     return tuple(Result.of(name, group, depth, seed) for name, group in [(ALL, prompts), *groups])
+
+
+def without_secrets(text: str) -> str:
+    """A command line, or a URL, without users, passwords and API keys."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = [text]
+    kept = [_KEY.sub(r"\1***", _USER.sub("", word)) for word in words]
+    return text if kept == words else shlex.join(kept) if len(words) > 1 else kept[0]
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:

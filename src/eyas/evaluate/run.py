@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -25,16 +26,22 @@ from eyas.evaluate.drafting import Drafter, Drafting
 from eyas.evaluate.head import Head, load_drafter
 from eyas.evaluate.journal import Journal
 from eyas.evaluate.questions import Question, benchmark_of, digest_of, read_questions
-from eyas.evaluate.results import Evaluation, PromptCounts, by_category
+from eyas.evaluate.results import Evaluation, PromptCounts, by_category, without_secrets
 from eyas.evaluate.walk import answers, walk
 from eyas.extract.hf import load_model, torch_device
 from eyas.signals import StopSignals
 from eyas.store.reader import StoreReader
 from eyas.target.checkpoint import Target
+from eyas.train.checkpoint_format import DraftCheckpoint
 from eyas.train.sampler import is_held_out
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _NO_CATEGORY: Final = "none"
+#: Fields of an evaluation that its counts depend on.
+_COUNTED: Final = (
+    "head", "head_digest", "target", "engine", "depth", "topk", "draft_tokens", "prompts_digest", "sampling",
+    "versions",
+)  # fmt: skip
 
 
 class Evaluated(NamedTuple):
@@ -61,6 +68,10 @@ class _Setting(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         return _DTYPES[self.cfg.dtype]
+
+    def read_from(self, checkpoint: DraftCheckpoint) -> _Setting:
+        """With the folder that the drafter was read from: that of a hub id is known only then."""
+        return self._replace(head=dataclasses.replace(self.head, model=str(checkpoint.folder)))
 
 
 def evaluate(draft: str | Path, cfg: EvaluateConfig, *, console: Console | None = None, command: str = "") -> Evaluated:
@@ -105,16 +116,23 @@ def _simulate(setting: _Setting, corpus: Corpus | None) -> Evaluated:
         hint = "the store's text is what was written; --questions decodes at a temperature"
         raise ConfigError("a simulation has no temperature", "evaluate.temperature", hint)
     reader = StoreReader(cfg.store)
+    if cfg.corpus is None and corpus is not None and corpus.digest != reader.info.corpus["digest"]:
+        corpus = None  # the run's, and nobody said that this store is of it
     _check_store(reader, corpus, target)
     drafter, checkpoint = load_drafter(setting.head, target, setting.device, setting.dtype)
+    setting = setting.read_from(checkpoint)
     columns = _columns(reader.spec.layers, drafter.config.aux_layers, cfg.store)
     is_trained_on = checkpoint.vocab.corpus_digest == reader.info.corpus["digest"]
-    chosen, note = _rows(reader, setting, is_trained_on)
-    prompts = hashlib.sha256()
+    bare = StoreReader(cfg.store, raw=True)  # for what is not states: quantised ones stay as they are
+    chosen, note = _rows(bare, setting, is_trained_on)
+    prompts, rows = hashlib.sha256(), hashlib.sha256()
     for index in chosen:
-        row = reader[index]
+        row = bare[index]
         start = next(iter(answers(row.loss_mask.numpy())), (0, 0))[0]
         prompts.update(token_hash(row.tokens[:start].tolist()).encode())
+        source = corpus[row.row].source if corpus else ""
+        rows.update(json.dumps([row.row, len(row.tokens), source]).encode())
+        rows.update(row.tokens.numpy().tobytes() + row.loss_mask.numpy().tobytes())
 
     def counts(index: int) -> PromptCounts:
         row = reader[index]
@@ -124,7 +142,9 @@ def _simulate(setting: _Setting, corpus: Corpus | None) -> Evaluated:
         return PromptCounts(source or _NO_CATEGORY, int(row.loss_mask.sum()), cycles)
 
     head = _evaluation(setting, "store", "offline-simulated", cfg.store.resolve().name, prompts.hexdigest()[:32])
-    return _finish(setting, head, chosen, counts, [note] if note else [])
+    key = {"drafter": repr(drafter.config), "rows": rows.hexdigest(), "spec": repr(reader.spec)}
+    key |= {"corpus": reader.info.corpus["digest"], "provenance": reader.provenance}
+    return _finish(setting, head, chosen, counts, key, [note] if note else [])
 
 
 def _rows(reader: StoreReader, setting: _Setting, is_trained_on: bool) -> tuple[list[int], str]:
@@ -172,7 +192,8 @@ def _decode(setting: _Setting) -> Evaluated:
     assert cfg.questions is not None
     questions = read_questions(cfg.questions, cfg.limit)
     template = Template.load(str(target.dir))
-    drafter, _ = load_drafter(setting.head, target, setting.device, setting.dtype)
+    drafter, checkpoint = load_drafter(setting.head, target, setting.device, setting.dtype)
+    setting = setting.read_from(checkpoint)
     model = load_model(target, setting.device, cfg.dtype)
     sampling = Sampling(cfg.temperature, cfg.max_new_tokens, template.end_ids)
     with TargetModel(model, drafter.config.aux_layers, target.num_layers) as watched:
@@ -184,7 +205,9 @@ def _decode(setting: _Setting) -> Evaluated:
 
         benchmark = benchmark_of(cfg.questions)
         head = _evaluation(setting, "transformers", "offline-decoded", benchmark, digest_of(questions))
-        return _finish(setting, head, range(len(questions)), counts, [])
+        key = {"drafter": repr(drafter.config), "categories": [(one.id, one.category) for one in questions]}
+        key |= {"template": template.template_hash, "tokenizer": template.tokenizer_hash}
+        return _finish(setting, head, range(len(questions)), counts, key, [])
 
 
 class Asking(NamedTuple):
@@ -261,20 +284,28 @@ def _evaluation(setting: _Setting, engine: str, mode: Any, benchmark: str, promp
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        command=setting.command,
+        command=without_secrets(setting.command),
         results=(),
     )
 
 
 def _finish(
-    setting: _Setting, head: Evaluation, numbers: Any, counts: Callable[[int], PromptCounts], notes: list[str]
+    setting: _Setting,
+    head: Evaluation,
+    numbers: Any,
+    counts: Callable[[int], PromptCounts],
+    key: Mapping[str, Any],
+    notes: list[str],
 ) -> Evaluated:
-    """Count prompt after prompt, as far as an earlier session did not, and write the file."""
+    """Count prompt after prompt, as far as an earlier session did not, and write the file.
+
+    `key` is what the counts depend on besides the evaluation's own fields.
+    """
     folder = setting.cfg.out or setting.head.run or Path()
-    kept = ("head_digest", "engine", "depth", "topk", "draft_tokens", "prompts_digest", "sampling")
-    settings = {name: getattr(head, name) for name in kept}
-    settings |= {"dtype": setting.cfg.dtype, "keys": setting.plan.keys, "target": setting.target.fingerprint()}
-    with Journal(folder / head.file_name, settings) as journal:
+    fields = dataclasses.asdict(head)
+    settings = {name: fields[name] for name in _COUNTED} | {"device": setting.device.type, "dtype": setting.cfg.dtype}
+    settings |= {"keys": setting.plan.keys, "fingerprint": setting.target.fingerprint(), **key}
+    with Journal(head.path_in(folder), settings) as journal:
         if journal.done:
             text = f"goes on: {len(journal.done):,} of {len(numbers):,} are done"
             setting.console.print(text, highlight=False, soft_wrap=True)

@@ -37,11 +37,14 @@ class SglangServer(ServedModel):
             "input_ids": list(prompt),
             "extra_key": salt,
             "stream": True,
-            "sampling_params": {
+            "sampling_params": {  # said in full, because --preferred-sampling-params fills in what is not
                 "temperature": asking.temperature,
                 "top_p": 1.0,
                 "top_k": -1,
+                "min_p": 0.0,
                 "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
                 "max_new_tokens": asking.max_new_tokens,
                 "stop_token_ids": list(asking.ends),
                 "skip_special_tokens": False,

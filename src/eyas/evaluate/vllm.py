@@ -41,7 +41,10 @@ class VllmServer(ServedModel):
             # Said, because vLLM takes what is not from the target's generation_config.json.
             "top_p": 1.0,
             "top_k": 0,
+            "min_p": 0.0,
             "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "max_tokens": asking.max_new_tokens,
             "stop_token_ids": list(asking.ends),
             "skip_special_tokens": False,
@@ -110,7 +113,11 @@ class VllmServer(ServedModel):
         deadline = time.monotonic() + SETTLE_S
         while True:
             now = await self._read()
-            added = now.since(self._before)
+            try:
+                added = now.since(self._before)
+            except ValueError as error:
+                hint = "it drafts to another depth: was it restarted?"
+                raise EngineError("the server's counters went back", self.where, hint) from error
             ours, theirs = (tokens, requests, prompted), (added.generated, added.finished, added.prompted)
             if min(theirs) < 0:
                 raise EngineError("the server's counters went back", self.where, "was it restarted?")

@@ -33,7 +33,7 @@ def walk(drafter: Drafter, row: StoreRow, plan: Drafting) -> list[tuple[int, int
     found = answers(row.loss_mask.numpy())
     drafter.reset()
     cycles: list[tuple[int, int]] = []
-    if not found:
+    if not found or found[-1][1] < 2:  # an answer of one token and nothing before it: no row is fed
         return cycles
     rows = found[-1][1] - 1  # row t is fed with token t + 1; what follows the last answer is not drafted from
     drafter.extend(row.aux[:rows].flatten(1), torch.tensor(tokens[1 : rows + 1]))
