@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -13,11 +13,13 @@ import numpy as np
 from rich.console import Console
 
 from eyas.capture.contract import field_hash
+from eyas.capture.strictjson import loads
 from eyas.config import EvaluateConfig, ExportConfig, TrainConfig
 from eyas.evaluate.head import Head
 from eyas.evaluate.run import evaluate
 from eyas.export.check import check_draft
 from eyas.export.run import export_draft
+from eyas.store.files import disk_errors, write_atomic
 from eyas.train.checkpoint_format import CONFIG_FILE, SECTION
 from eyas.train.sampler import is_held_out
 
@@ -25,6 +27,7 @@ EXPORTED: Final = "exported"
 CHECK: Final = "check.json"
 #: Named as benchmarks are: the folder is the benchmark's name.
 QUESTIONS: Final = "held-out/question.jsonl"
+_MAX_DOCUMENT_BYTES: Final = 16 << 20
 _ASKED: Final = 6
 _ANSWER_TOKENS: Final = 48
 Say = Callable[[str], None]
@@ -89,11 +92,9 @@ def export_and_measure(
 
 def _export(train: Path, exported: Path, store: Path, model: Path, kept: Path, say: Say) -> str:
     """Make and check the folder, unless it is of the very same weights and passed already; the verdict."""
-    same = exported.is_dir() and Head.find(str(exported)).digest() == Head.find(str(train)).digest()
-    if same and kept.is_file():
-        known = json.loads(kept.read_text(encoding="utf-8"))
-        if known["tensors"] == _record(exported) and not known["refused"]:
-            return known["lines"][-1][1]
+    known = earlier_verdict(kept, exported)
+    if known is not None and Head.find(str(exported)).digest() == Head.find(str(train)).digest():
+        return known
     say("export: the folder that SGLang and vLLM load, held against the rules of both and against the target")
     export_draft(train, exported, ExportConfig(target=str(model), store=store), force=True, say=say)
     report = check_draft(exported, ExportConfig(target=str(model)), say=say)
@@ -103,15 +104,41 @@ def _export(train: Path, exported: Path, store: Path, model: Path, kept: Path, s
         "unproven": len(report.unproven),
         "lines": report.lines(),
     }
-    kept.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    with disk_errors(kept):
+        write_atomic(kept, (json.dumps(told, indent=1) + "\n").encode())
     report.check()
     return report.lines()[-1][1]
 
 
-def _record(exported: Path) -> str:
-    """The digest of the weights by the folder's own record."""
-    config = json.loads((exported / CONFIG_FILE).read_text(encoding="utf-8"))
-    return config[SECTION]["export"]["tensors"]
+def earlier_verdict(kept: Path, exported: Path) -> str | None:
+    """What an earlier check said that the folder's weights passed; None where there is none, or nothing to rely on.
+
+    Args:
+        kept: where it was written.
+        exported: the folder.
+    """
+    record = _record(exported)
+    match _document(kept):
+        case {"tensors": str(tensors), "refused": 0, "lines": [*_, [_, str(verdict)]]} if tensors == record:
+            return verdict
+    return None
+
+
+def _record(exported: Path) -> str | None:
+    """The digest of the weights by the folder's own record, if it has one."""
+    match _document(exported / CONFIG_FILE).get(SECTION):
+        case {"export": {"tensors": str(tensors)}}:
+            return tensors
+    return None
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none that can be read: what was torn or is a stranger's is made anew."""
+    try:
+        found = loads(path.read_bytes(), _MAX_DOCUMENT_BYTES)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_questions(answers: Path, path: Path, share: float) -> int:
@@ -134,14 +161,31 @@ def write_questions(answers: Path, path: Path, share: float) -> int:
 
 
 def _accept_length(exported: Path, cfg: EvaluateConfig, digest: str, mode: str) -> float | None:
-    """Tokens a cycle; an evaluation of the very same weights is not made again."""
+    """Tokens a cycle; what was measured of the very same weights is not measured again."""
     assert cfg.out is not None
-    for path in sorted(cfg.out.glob("evaluation-*.json")):
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if (known["head_digest"], known["mode"], known["depth"]) == (digest, mode, cfg.depth):
-            return known["results"][0]["accept_length"]
-    done = evaluate(exported, cfg, console=Console(quiet=True), command=_command(exported, cfg))
+    command = _command(exported, cfg)
+    known = earlier_length(cfg.out, {"head_digest": digest, "mode": mode, "depth": cfg.depth, "command": command})
+    if known is not None:
+        return known
+    done = evaluate(exported, cfg, console=Console(quiet=True), command=command)
     return done.evaluation.results[0].accept_length
+
+
+def earlier_length(folder: Path, made: Mapping[str, object]) -> float | None:
+    """Tokens a cycle by an evaluation in `folder`; None where there is no such one.
+
+    Args:
+        folder: may hold others, torn ones and strangers'.
+        made: what the file must say. By the command it is of the same benchmark, prompts and lengths.
+    """
+    for path in sorted(folder.glob("evaluation-*.json")):
+        known = _document(path)
+        if {name: known.get(name) for name in made} != made:
+            continue
+        match known.get("results"):
+            case [{"accept_length": float(length)}, *_]:
+                return length
+    return None
 
 
 def _command(exported: Path, cfg: EvaluateConfig) -> str:
