@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium_pipe import Chromium, Page, find_chromium
+from chromium_pipe import Chromium, NoChromium, Page, first_that_works
 from report_runs import HOSTILE, evaluation, make_corpus, make_store, make_training, write_evaluation
 
 from eyas.config import load
@@ -18,13 +18,14 @@ WIDTHS = (1280, 390)
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    program = find_chromium()
-    if program is None:
-        pytest.skip("no Chromium here; on Debian: apt-get install chromium")
-    profile = tmp_path_factory.mktemp("chromium")
-    with Chromium(program, profile / "profile") as started:
+    folder = tmp_path_factory.mktemp("chromium")
+    try:
+        started = first_that_works(folder)
+    except NoChromium as error:
+        pytest.skip(str(error))
+    with started:
         yield started
-    shutil.rmtree(profile, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
