@@ -236,12 +236,15 @@ def test_plans_of_one_way_are_told_apart_and_servers_without_drafts_are_no_draft
 
 DRAFTERS = ({}, {"head_digest": "0123456789ab"})
 PROMPTS = ({}, {"prompts_digest": "fedcba9876"})
+LENGTHS = ({}, {"sampling": {"temperature": 0.0, "seed": 0, "max_new_tokens": 9}})
 
 
-@pytest.mark.parametrize("changes", [DRAFTERS, PROMPTS, ({"head_digest": "", "head": "a"}, {"head_digest": ""})])
+@pytest.mark.parametrize(
+    "changes", [DRAFTERS, PROMPTS, LENGTHS, ({"head_digest": "", "head": "a"}, {"head_digest": ""})]
+)
 @pytest.mark.parametrize("depth", [3, 0])
 def test_what_does_not_compare_has_names_of_its_own(tmp_path: Path, changes: Any, depth: int) -> None:
-    """Two drafters, or two choices of prompts, in one server on one benchmark are two lines of one point a place."""
+    """Two drafters, lengths of answers or choices of prompts, in one server on one benchmark are two lines."""
     for number, change in enumerate(changes):
         write_evaluation(tmp_path, str(number), evaluation("live", "vllm", **{"depth": depth, **change}))
     found = read_evaluations(tuple(sorted(tmp_path.glob("*.json"))))

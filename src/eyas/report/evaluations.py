@@ -22,7 +22,7 @@ class Measured:
     """One row of an evaluation: a category at a concurrency.
 
     Attributes:
-        plan: depth, branches and temperature, for people.
+        plan: depth, branches and temperature, for people. sampling: all that the file says of it.
         source: how it was measured, for people: `simulated` on a store, `decoded` in process, `live, vllm`.
         by_position: [depth] conditional shares.
         prompts_digest: rows of different ones do not compare.
@@ -35,6 +35,7 @@ class Measured:
     benchmark: str
     category: str
     plan: str
+    sampling: str
     head: str
     head_digest: str
     prompts_digest: str
@@ -105,11 +106,12 @@ def _place(row: Measured) -> tuple[Any, ...]:
 
 
 def _told_apart(rows: list[Measured]) -> list[Measured]:
-    """Where one way of measuring was used with several plans or drafters, or a benchmark with several choices of
-    prompts, that is part of its name: what does not compare is never one line or one bar."""
+    """Where one way of measuring was used with several plans, drafters or lengths of answers, or a benchmark with
+    several choices of prompts, that is part of its name: what does not compare is never one line or one bar."""
     for group, told in (
         (lambda row: row.source, lambda row: row.plan),
         (lambda row: row.source, lambda row: f"drafter {row.drafter}"),
+        (lambda row: row.source, lambda row: row.sampling or "sampling not known"),
         (lambda row: (row.source, row.benchmark), lambda row: f"prompts {row.prompts_digest[:8] or 'not known'}"),
     ):
         rows = _named_by(rows, group, told)
@@ -138,13 +140,11 @@ def _add(found: Evaluations, name: str, document: Mapping[str, Any]) -> None:
         found.plain += measured
     else:
         found.rows += measured
-    chosen = read_object(document, "sampling")
-    sampling = ", ".join(f"{key} {value}" for key, value in chosen.items() if value is not None and value is not False)
     notes = [text for text in read_list(document, "notes") if isinstance(text, str)]
     for told, into in (
         ([read_text(document, "command")], found.commands),
         ([read_text(document, "date")], found.dates),
-        ([sampling], found.sampling),
+        ([_sampling(document)], found.sampling),
         (notes, found.notes),
     ):
         into += [text for text in told if text and text not in into]
@@ -162,6 +162,7 @@ def _measured(row: Mapping[str, Any], document: Mapping[str, Any], name: str, so
         benchmark=read_text(document, "benchmark", "unnamed"),
         category=read_text(row, "category", ALL),
         plan=_plan(document),
+        sampling=_sampling(document),
         head=read_text(document, "head"),
         head_digest=read_text(document, "head_digest"),
         prompts_digest=read_text(document, "prompts_digest"),
@@ -176,6 +177,12 @@ def _measured(row: Mapping[str, Any], document: Mapping[str, Any], name: str, so
         speedup=read_number(row, "speedup"),
         ttft_ms=read_number(row, "ttft_ms"),
     )
+
+
+def _sampling(document: Mapping[str, Any]) -> str:
+    """`temperature 0.0, seed 0, max_new_tokens 128`."""
+    chosen = read_object(document, "sampling")
+    return ", ".join(f"{key} {value}" for key, value in chosen.items() if value is not None and value is not False)
 
 
 def _plan(document: Mapping[str, Any]) -> str:
