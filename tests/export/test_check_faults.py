@@ -23,13 +23,15 @@ from export_heads import (
     resealed,
     shifted,
 )
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from eyas.config import ExportConfig
 from eyas.errors import ConfigError, IntegrityError
-from eyas.export.check import check_draft, judge_acceptance
+from eyas.export.check import check_draft
 from eyas.export.documents import Answers
 from eyas.export.findings import CheckReport, Verdict
+from eyas.export.judge import judge_acceptance
 from eyas.export.probe import PROBE
 from eyas.target.checkpoint import Target
 from eyas.train.checkpoint_format import DraftCheckpoint
@@ -190,6 +192,46 @@ def test_the_export_itself(exported: Path, target: Path) -> None:
     assert "layers [1, 3, 4] as SGLang, vLLM" in text
 
 
+# --- files beside the weights, and embeddings of its own --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["training_args.bin", "optimizer.pt", "pytorch_model.bin", "scheduler.bin", "a.txt"])
+def test_files_that_no_server_reads(name: str, copy: Copy) -> None:
+    (copy_of := copy()).joinpath(name).write_bytes(b"x")
+    check_draft(copy_of).check()
+
+
+def test_consolidated_weights_are_vllms(copy: Copy) -> None:
+    """It reads them instead, SGLang does not."""
+    folder = copy()
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    what = r"vLLM would load consolidated\.safetensors instead of model\.safetensors"
+    assert re.search(what, refusal(check_draft(folder)))
+    check_draft(folder, ExportConfig(engines=("sglang",))).check()
+
+
+def with_embeddings(folder: Path, target: Path) -> Path:
+    """The target's own, as some publish them."""
+    theirs = load_file(target / "model.safetensors")["model.embed_tokens.weight"].clone()
+    return changed(folder, tensors=lambda held: held | {"embed_tokens.weight": theirs})
+
+
+def test_embeddings_of_its_own_where_the_targets_are_not_here(copy: Copy, target: Path, tmp_path: Path) -> None:
+    """Not proven, as serving does not need them here; an error where the target was to be run."""
+    head = foreign(with_embeddings(copy(), target))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(target / "config.json", bare)
+    report = check_draft(head, ExportConfig(target=str(bare), run_target=False))
+    report.check()
+    open_ones = {finding.name: finding.text for finding in report.unproven}
+    assert "cannot be told here" in open_ones["embeddings"]
+    with pytest.raises(ConfigError, match="embeddings"):
+        check_draft(head, ExportConfig(target=str(bare)))
+    found = check_draft(head, ExportConfig(target=str(target), run_target=False)).findings
+    assert "bit for bit" in next(finding.text for finding in found if finding.name == "embeddings")
+
+
 # --- a stranger's head: nothing to go by but its drafts ---------------------------------------------------------------
 
 STRANGERS: dict[str, tuple[Fault, str]] = {
@@ -310,6 +352,8 @@ def test_configs_of_other_types_are_refused(copy: Copy, target: Path) -> None:
         plus(eagle_aux_hidden_state_layer_ids=[1, "b"]),
         plus(architectures="x"),
         plus(draft_vocab_size=[3]),
+        plus(dtype=["float32"], torch_dtype=None),
+        plus(dtype={}, torch_dtype={"float32": 1}),
     ):
         refusal(check_draft(spoil(copy()), ExportConfig(target=str(target))))
     broken: list[Raw] = [{"export": 1}, {"export": {"format": 2}}, {"export": {"format": 1, "target": {}}}]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eyas.errors import ConfigError
-from eyas.export.engines import layers_read, loads, shape_faults
-from eyas.export.launch import Drafting, draft_flags
+from eyas.export.engines import layers_read, loads, shape_faults, weight_files
+from eyas.export.launch import Drafting, Engine, draft_flags
 from eyas.train.layer_ids import KEY, NESTED
 
 CONFIG: dict[str, Any] = {
@@ -110,6 +112,34 @@ def test_a_small_target_has_no_default() -> None:
     assert list(layers_read("sglang", {}, 4, "llama").values()) == [None]
 
 
+# --- the files --------------------------------------------------------------------------------------------------------
+
+INDEXED = ("model.safetensors.index.json", "model-1.safetensors", "model-2.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("files", "sglang", "vllm"),
+    [
+        (("model.safetensors", "config.json", "a.txt"), {"model.safetensors"}, {"model.safetensors"}),
+        (("model.safetensors", "b.safetensors"), {"model.safetensors", "b.safetensors"}, None),
+        (("model.safetensors", "pytorch_model.bin", "a.pt"), {"model.safetensors"}, None),
+        ((*INDEXED, "backup.safetensors", "a.bin"), {"model-1.safetensors", "model-2.safetensors"}, None),
+        (("pytorch_model.bin", "training_args.bin", "optimizer.bin", "a.pt"), {"pytorch_model.bin"}, None),
+        (("model.pt", "optimizer.pt", "scheduler.pt", "scaler.pt"), {"model.pt"}, None),
+        (("model.safetensors", "consolidated.safetensors"), {"model.safetensors"}, {"consolidated.safetensors"}),
+        (("config.json",), set(), None),
+    ],
+)
+def test_files_that_are_read(files: tuple[str, ...], sglang: set[str], vllm: set[str] | None, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
+    if INDEXED[0] in files:
+        (tmp_path / INDEXED[0]).write_text(json.dumps({"weight_map": shards}))
+    assert weight_files("sglang", tmp_path) == sglang
+    assert weight_files("vllm", tmp_path) == (sglang if vllm is None else vllm)
+
+
 # --- the flags --------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +155,23 @@ def test_flags_of_chains() -> None:
 def test_flags_of_trees() -> None:
     assert draft_flags("sglang", "D", Drafting(3, 4))[-1] == "13"
     assert draft_flags("sglang", "D", Drafting(3, 4, 16))[-1] == "16"
+    assert draft_flags("sglang", "D", Drafting(3, 2))[-1] == "11"  # the whole tree: 1 + 2 + 4 + 4
     with pytest.raises(ConfigError, match="vLLM drafts chains"):
         draft_flags("vllm", "D", Drafting(3, 4))
     with pytest.raises(ConfigError, match="more than there are"):
         draft_flags("sglang", "D", Drafting(2, 2, 8))
+
+
+@pytest.mark.parametrize("steps", range(1, 17))
+@pytest.mark.parametrize("topk", [1, 2, 3, 32])
+def test_the_default_number_of_tokens_is_never_refused(steps: int, topk: int) -> None:
+    assert draft_flags("sglang", "D", Drafting(steps, topk))[-1] == str(Drafting(steps, topk).verified)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_chain_has_its_own_number_of_tokens(engine: Engine) -> None:
+    """Another one would be passed over without a word."""
+    assert draft_flags(engine, "D", Drafting(3, 1, 4)) == draft_flags(engine, "D", Drafting(3))
+    for tokens in (2, 3, 5, 16):
+        with pytest.raises(ConfigError, match=f"a chain of 3 steps verifies 4 tokens, not {tokens}"):
+            draft_flags(engine, "D", Drafting(3, 1, tokens))

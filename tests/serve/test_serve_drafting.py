@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from eyas.cli import app
 from eyas.config import load
 from eyas.errors import ConfigError
-from eyas.export.launch import Drafting
+from eyas.export.launch import Drafting, Engine
 from eyas.serve import draft_command
 from eyas.target.checkpoint import Target
 from eyas.target.embeddings import input_embeddings
@@ -69,7 +69,8 @@ def test_vllm(model: Path, draft: Path) -> None:
     said = json.loads(command.argv[command.argv.index("--speculative-config") + 1])
     assert said == {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 5}
     assert command.argv[3:5] == ("--port", "8000")
-    assert "--api-key" in command.warning
+    assert "give vLLM an --api-key" in command.warning
+    assert "give SGLang an --api-key" in draft_command(str(model), draft, host="0.0.0.0").warning
     assert draft_command("owner/name", "owner/draft", engine="vllm", python="py").argv[:5] == (
         *("py", "-m", "vllm.entrypoints.cli.main", "serve"),
         "owner/name",
@@ -108,6 +109,8 @@ def test_a_draft_that_is_refused_gets_no_command(model: Path, draft: Path, tmp_p
         (("--draft", "{draft}", "--quota", "1GiB"), 2, "captures nothing"),
         (("--draft", "{draft}", "--engine", "tgi"), 2, "serve.engine"),
         (("--draft", "{draft}", "--engine", "vllm", "--set", "serve.draft_topk=2"), 2, "vLLM drafts chains"),
+        (("--draft", "{draft}", "--set", "serve.draft_tokens=6"), 2, "verifies 4 tokens, not 6"),
+        (("--draft", "{draft}", "--engine", "vllm", "--set", "serve.draft_tokens=6"), 2, "verifies 4 tokens, not 6"),
         (("--draft", "{draft}", "--port", "70000"), 2, "not a port"),
         (("--draft", "{draft}/nowhere"), 2, "no such folder"),
         (("--engine", "vllm"), 2, "without a --draft"),
@@ -132,6 +135,22 @@ def test_run_becomes_the_server(model: Path, draft: Path, tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     expected: Any = draft_command(str(model), draft, engine="vllm", python=str(program)).argv[1:]
     assert json.loads(done.stdout) == list(expected)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_server_that_is_not_there_is_named_by_its_own_name(
+    engine: Engine, model: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    title, other = ("vLLM", "SGLang") if engine == "vllm" else ("SGLang", "vLLM")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("eyas.serve.drafting.installed_sglang", lambda: None)
+    for python in (None, str(tmp_path / "python")):
+        with pytest.raises(ConfigError) as caught:
+            draft_command(str(model), draft, engine=engine, python=python).run()
+        said = f"{caught.value} {caught.value.hint}"
+        assert title in said or "the interpreter that has it" in said
+        assert other not in said
+        assert "serve.python" in said
 
 
 def test_the_settings() -> None:

@@ -74,7 +74,7 @@ class ServeConfig(Section):
     """With `--draft`: branches at each step; 1 is a chain, which is all that vLLM drafts."""
     draft_tokens: Annotated[int, Field(ge=2)] | None = None
     """With `--draft` and branches: tokens that the target verifies in a cycle, the root included; default: 4 for each
-    step and the root."""
+    step and the root, or the whole tree where that is smaller."""
 
 
 class ExtractConfig(Section):

@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eyas.capture.contract import PROBE_ROW
+from eyas.disk import is_file_there, is_folder_there
 from eyas.errors import ConfigError, IntegrityError, StoreError
 from eyas.positions import loss_positions
 
@@ -363,9 +364,9 @@ def corpus_file(path: Path | str) -> Path:
         ConfigError: a folder without one.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not is_folder_there(path):
         return path
-    if not (file := path / CORPUS_FILE).is_file():
+    if not is_file_there(file := path / CORPUS_FILE):
         raise ConfigError("no corpus in the folder", path, f"expected {CORPUS_FILE} in it; make it with eyas prepare")
     return file
 

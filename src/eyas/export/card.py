@@ -85,10 +85,10 @@ _SHOWN: Final = ("steps", "step_decay", "batch_tokens", "accumulate", "epochs", 
 def _results(run: RunFacts) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
     if (found := run.evaluation) is not None:
-        span = f"{found['accept_length_low']:.2f} to {found['accept_length_high']:.2f}"
-        shares = _shares(found["acceptance"])
-        length = f"{found['accept_length']:.2f}"
-        rows.append(("held-out rows", "all", "in training", str(len(found["acceptance"])), length, span, shares))
+        shares = found.by_position
+        span = f"{found.low:.2f} to {found.high:.2f}" if found.low is not None and found.high is not None else ""
+        depth = str(len(shares)) if shares else ""
+        rows.append(("held-out rows", "all", "in training", depth, f"{found.length:.2f}", span, _shares(shares)))
     for path in run.evaluations:
         rows += _of_file(path)
     return rows

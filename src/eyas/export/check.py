@@ -9,7 +9,7 @@ and, on texts of its own, whether any other input would suit the drafter better.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,19 +18,17 @@ from torch import Tensor
 
 from eyas.config import ExportConfig
 from eyas.errors import ConfigError, IntegrityError, first_line
-from eyas.export.documents import Answers, Texts
-from eyas.export.engines import TESTED, TITLES, layers_read, loads, named_ids, shape_faults
-from eyas.export.evidence import FEWEST, Drafter, measure
+from eyas.export.documents import Answers
+from eyas.export.engines import TESTED, TITLES, layers_read, loads, named_ids, shape_faults, weight_files
 from eyas.export.findings import CheckReport
-from eyas.export.probe import PROBE, Probe, embedding_of_rows
+from eyas.export.judge import drafter_of, judge_acceptance
+from eyas.export.probe import PROBE, Probe
 from eyas.export.record import Record, digest_bytes, settings_digest, tensors_digest
 from eyas.export.states import compare_states
 from eyas.target.checkpoint import Target, find_folder, read_config
 from eyas.target.embeddings import input_embeddings
-from eyas.target.head import Head
 from eyas.target.weights import weight_map
 from eyas.train.checkpoint_format import CONFIG_FILE, FILES, PICKLED, DraftCheckpoint, stored_tensors
-from eyas.train.draft import Eagle3Draft
 
 Say = Callable[[str], None]
 _EMBEDDING: Final = "embed_tokens.weight"
@@ -99,7 +97,7 @@ def check_draft(draft: str | Path, cfg: ExportConfig | None = None, *, say: Say 
         return report
     _check_values(subject, report)
     _check_record(subject, report)
-    _check_embeddings(subject, checkpoint, report)
+    _check_embeddings(subject, checkpoint, cfg, report)
     probe = _check_weights(subject, checkpoint, report)
     if report.refused:
         return report
@@ -144,15 +142,13 @@ def _check_order(subject: Subject, report: CheckReport) -> None:
 
 def _check_names(subject: Subject, cfg: ExportConfig, report: CheckReport) -> None:
     """What each engine's loader would make of the files and the names in them."""
-    known = set(weight_map(subject.folder).values()) or {PICKLED}
-    strays = sorted(
-        path.name for kind in ("*.safetensors", "*.bin", "*.pt") for path in subject.folder.glob(kind)
-        if path.name not in known
-    )  # fmt: skip
-    if strays:
-        report.refuse("files", f"servers would load {strays[0]} too, beside {min(known)}", "move it elsewhere")
+    ours = set(weight_map(subject.folder).values()) or {PICKLED}
     for engine in cfg.engines:
         title, config = TITLES[engine], subject.config
+        theirs = weight_files(engine, subject.folder)
+        if strays := sorted(theirs - ours):
+            how = f"too, beside {min(ours)}" if ours <= theirs else f"instead of {min(ours - theirs)}"
+            report.refuse("files", f"{title} would load {strays[0]} {how}", "move it elsewhere")
         if _SPECULATORS in config:
             if engine == "sglang":
                 report.refuse("names", f"{title} cannot read the layout of speculators", "eyas export rewrites it")
@@ -227,7 +223,7 @@ def _check_values(subject: Subject, report: CheckReport) -> None:
         if name.endswith(_NEVER_ZERO) and not bool(tensor.any()):
             report.refuse("values", f"{name} is all zeros", "these weights were never written")
             return
-    if len(dtypes) > 1 or (said is not None and dtypes != {said}):
+    if len(dtypes) > 1 or (said is not None and dtypes != {str(said)}):
         what = f"weights in {', '.join(sorted(dtypes))}, the config says {said}"
         report.refuse("values", what, "eyas export writes them in one dtype")
         return
@@ -256,7 +252,7 @@ def _digest_of(path: Path) -> str:
     return digest_bytes(path.read_bytes()) if path.is_file() else ""
 
 
-def _check_embeddings(subject: Subject, checkpoint: DraftCheckpoint, report: CheckReport) -> None:
+def _check_embeddings(subject: Subject, checkpoint: DraftCheckpoint, cfg: ExportConfig, report: CheckReport) -> None:
     """Embeddings of its own must be the target's: vLLM drafts with these, SGLang with the target's."""
     own, config = checkpoint.embed_tokens, checkpoint.config
     if own is None:
@@ -268,7 +264,14 @@ def _check_embeddings(subject: Subject, checkpoint: DraftCheckpoint, report: Che
     elif tuple(own.shape) != (config.vocab_size, config.hidden_size):
         report.refuse("embeddings", f"they are {list(own.shape)}")
     else:
-        theirs = input_embeddings(subject.target)
+        try:
+            theirs = input_embeddings(subject.target)
+        except ConfigError as error:
+            if cfg.run_target:
+                raise
+            what = f"it brings some, and whether they are the target's cannot be told here: {error.what}"
+            report.leave_open("embeddings", what, error.hint)
+            return
         if torch.equal(theirs.to(own.dtype), own):
             report.passed("embeddings", "its own are the target's, bit for bit")
         else:
@@ -278,16 +281,6 @@ def _check_embeddings(subject: Subject, checkpoint: DraftCheckpoint, report: Che
 
 
 # --- the probe, and the target ----------------------------------------------------------------------------------------
-
-
-def drafter_of(checkpoint: DraftCheckpoint, ids: Tensor, rows: Tensor) -> Drafter:
-    """A checkpoint in float32 over the embeddings `rows` [U, H] of the token ids [U], ascending."""
-    config = checkpoint.config
-    with torch.device("meta"):
-        nowhere = torch.empty(config.vocab_size, config.hidden_size)
-    model = Eagle3Draft(config, nowhere, torch.Generator().manual_seed(0))
-    model.load_state_dict({name: tensor.float() for name, tensor in checkpoint.tensors.items()})
-    return Drafter(model, checkpoint.vocab.target_ids, embedding_of_rows(ids, rows))
 
 
 def _check_weights(subject: Subject, checkpoint: DraftCheckpoint, report: CheckReport) -> Probe | None:
@@ -358,56 +351,3 @@ def _check_acceptance(
     say(f"answering questions of {cfg.questions} by {subject.target.model}, to draft on")
     texts = Answers.to(cfg.questions, subject.target, cfg).with_states(checkpoint.config.aux_layers)
     judge_acceptance(checkpoint, subject.target, texts, report)
-
-
-def judge_acceptance(checkpoint: DraftCheckpoint, target: Target, texts: Texts, report: CheckReport) -> None:
-    """Whether the drafter does best as served; adds a finding.
-
-    Args:
-        checkpoint: as servers read it.
-        target: for its embeddings.
-        texts: what it is tried on.
-        report: is added to.
-    """
-    if len(texts.documents) < FEWEST:
-        what = f"{len(texts.documents)} texts with answers are too few to compare alternatives on"
-        report.leave_open("acceptance", what, f"at least {FEWEST}")
-        return
-    ids = torch.cat([document.tokens for document in texts.documents]).unique()
-    drafter = drafter_of(checkpoint, ids, embeddings_for(checkpoint, target, ids))
-    drafter = replace(drafter, teach=Head.load(target, rows=checkpoint.vocab.target_ids).logits)
-    found = measure(drafter, texts.documents, texts.others)
-    if found.faults:
-        report.refuse("acceptance", found.faults[0], _hint_for(found.faults[0]))
-        return
-    served, tried = found.served, len(found.alternatives)
-    text = (
-        f"{served.length:.2f} tokens a cycle of {len(texts.documents)} texts ({served.low:.2f} to {served.high:.2f}); "
-    )
-    if unclear := found.unclear:
-        also = f" and {len(unclear) - 1} more" if len(unclear) > 1 else ""
-        what = f"{text}no alternative does better, but these texts cannot tell whether {unclear[0]}{also}"
-        report.leave_open("acceptance", what, "more texts tell more: export.documents, export.answer_tokens")
-        return
-    text += f"all of {tried} alternatives do worse"
-    if not texts.others:
-        text += "; neighbouring layers were not among them"
-    report.passed("acceptance", text)
-
-
-def _hint_for(fault: str) -> str:
-    if "ids are" in fault:
-        return "name the layers it was trained on: eyas export DRAFT --set export.aux_layers=[...]"
-    return "train again on the right inputs" if "norm" in fault else "find the head that belongs to this config"
-
-
-def embeddings_for(checkpoint: DraftCheckpoint, target: Target, ids: Tensor) -> Tensor:
-    """[U, H] the embeddings that servers would draft with, of these tokens.
-
-    Raises:
-        ConfigError: the target's cannot be read.
-    """
-    own = checkpoint.embed_tokens
-    if own is not None and checkpoint.config.hidden_size != checkpoint.config.target_hidden_size:
-        return own[ids]
-    return input_embeddings(target, ids)

@@ -10,8 +10,11 @@ as memory came. So their rules are written down here, and a checkpoint is held a
              for `.bias`. Reads the top level for layer ids; its older runner `eagle_config` where that has none.
 
 Both keep layers as a set and hand their states on in ascending order, whatever order the ids are in.
-Sources: llama_eagle3.py and spec_aux_hidden_state.py of SGLang 0.5.17 and 0.5.23; llama_eagle3.py, models/utils.py,
-interfaces.py, gpu_model_runner.py and eagle3_utils.py of vLLM 0.32.
+Of the files in a folder both read those of the first kind that is there: *.safetensors (where there is an index, those
+that it names), *.bin, *.pt.
+Sources: llama_eagle3.py, spec_aux_hidden_state.py, loader.py and weight_utils.py of SGLang 0.5.17 and 0.5.23;
+llama_eagle3.py, models/utils.py, interfaces.py, gpu_model_runner.py, eagle3_utils.py, default_loader.py and
+weight_utils.py of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from eyas.export.launch import Engine
+from eyas.target.weights import INDEX, weight_map
 from eyas.train.checkpoint_format import ARCHITECTURE
 from eyas.train.layer_ids import KEY, NESTED, default_of_servers, layers_of_sglang
 
@@ -36,7 +41,35 @@ _LEGACY: Final = {
     "aux_norm_mid": "fc_norm.1",
     "aux_norm_high": "fc_norm.2",
 }
+_KINDS: Final = (".safetensors", ".bin", ".pt")
+_NO_WEIGHTS: Final = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+_CONSOLIDATED: Final = "consolidated"  # Mistral's files
 _OLD_RUNNER, _NEW_RUNNER = "vLLM", "vLLM's new model runner"
+
+
+def weight_files(engine: Engine, folder: Path) -> set[str]:
+    """Files of a folder that an engine reads as weights, by `--load-format auto`.
+
+    Args:
+        engine: whose rules.
+        folder: the checkpoint's.
+
+    Raises:
+        ConfigError: an unreadable index.
+    """
+    names = {path.name for path in folder.iterdir()}
+    kind = next((kind for kind in _KINDS if any(name.endswith(kind) for name in names)), "")
+    found = {name for name in names if kind and name.endswith(kind)}
+    if kind != _KINDS[0]:
+        return {name for name in found if not name.endswith(_NO_WEIGHTS)}
+    consolidated = {name for name in found if name.startswith(_CONSOLIDATED)}
+    if engine == "vllm" and consolidated:
+        return consolidated
+    if INDEX in names:
+        return found & set(weight_map(folder).values())
+    if engine == "sglang" and len(found) == 2 and consolidated == {f"{_CONSOLIDATED}.safetensors"}:
+        return {name for name in found - consolidated if name.endswith("model.safetensors")} or found
+    return found
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ folder that would be refused never gets its name. The same drafter gives the sam
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -18,13 +19,14 @@ from typing import Any, Final
 import torch
 
 from eyas.config import ExportConfig
-from eyas.disk import fsync_dir
-from eyas.errors import ConfigError, EyasError
+from eyas.disk import fsync_dir, is_file_there
+from eyas.errors import ConfigError, EyasError, first_line
 from eyas.export.card import CARD, CardFacts, card
-from eyas.export.check import check_draft, drafter_of, embeddings_for, judge_acceptance
+from eyas.export.check import check_draft
 from eyas.export.documents import Answers, Texts, of_store
 from eyas.export.evidence import FEWEST
 from eyas.export.findings import CheckReport
+from eyas.export.judge import drafter_of, embeddings_for, judge_acceptance
 from eyas.export.probe import PROBE, Probe
 from eyas.export.record import TargetFacts, tensors_digest, with_record
 from eyas.export.source import RunFacts, find_run, read_run
@@ -32,12 +34,20 @@ from eyas.store.documents import read_store_info
 from eyas.store.files import disk_errors
 from eyas.target.checkpoint import Target, read_config
 from eyas.target.weights import SINGLE
-from eyas.train.checkpoint_format import CONFIG_FILE, DraftCheckpoint, save_checkpoint, stored_tensors
+from eyas.train.checkpoint_format import (
+    ARCHITECTURE,
+    CONFIG_FILE,
+    SECTION,
+    DraftCheckpoint,
+    save_checkpoint,
+    stored_tensors,
+)
 
 Say = Callable[[str], None]
 GENERATION: Final = "generation_config.json"
 _DTYPES: Final = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _ROWS_CUT: Final = 8192
+_SPECULATORS: Final = "speculators_model_type"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +81,9 @@ def export_draft(
 
     Args:
         source: a run's folder, a draft's folder of eyas, SpecForge, speculators or EAGLE, or a hub id.
-        out: the folder to make.
+        out: the folder to make; a link there stays, and what it leads to is made.
         cfg: `target`, `store`, `questions`, `dtype`, `aux_layers` and how large the probe is.
-        force: replace a draft's folder that is there.
+        force: replace a draft's folder that is there; no other.
         say: is told what takes a while.
 
     Returns:
@@ -84,7 +94,8 @@ def export_draft(
         IntegrityError: the check refused it; nothing was written.
         StoreError: the disk.
     """
-    cfg = cfg or ExportConfig()
+    cfg, named = cfg or ExportConfig(), out
+    out = _resolved(out)
     _tidy(out)
     draft, run_folder = find_run(source)
     run = read_run(run_folder) if run_folder is not None else None
@@ -107,7 +118,7 @@ def export_draft(
     try:
         _write(part, checkpoint, target, probe, run, cfg)
         checked = check_draft(part, ExportConfig(engines=cfg.engines))
-        checked.folder = str(out)
+        checked.folder = str(named)
         checked.check()
         with disk_errors(out):
             size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
@@ -119,18 +130,44 @@ def export_draft(
     if why_not:
         checked.findings = [one for one in checked.findings if one.name not in ("weights", "acceptance")]
         checked.leave_open("probe", why_not, "--questions FILE makes one by the target's own answers")
-    return ExportSummary(out, size, checked)
+    return ExportSummary(named, size, checked)
 
 
 def _refuse_place(out: Path, draft: str, *, force: bool) -> None:
-    if out.resolve() == Path(draft).resolve():
+    if str(out) == os.path.realpath(draft):
         raise ConfigError("the draft would be written over itself", out, "name another --out")
-    if not out.exists():
+    try:
+        if not out.exists():
+            return
+        is_empty = out.is_dir() and not any(out.iterdir())
+    except OSError as error:
+        raise ConfigError(f"cannot look there ({error.strerror})", out, "name another --out") from error
+    if is_empty:
         return
-    if not out.is_dir() or (any(out.iterdir()) and not (out / CONFIG_FILE).is_file()):
-        raise ConfigError("something else is in the way", out, "name another --out")
-    if not force and any(out.iterdir()):
+    if not _is_draft(out):
+        raise ConfigError("something else is in the way", out, "name another --out: only a draft is ever replaced")
+    if not force:
         raise ConfigError("the folder is there already", out, "--force replaces it")
+
+
+def _resolved(out: Path) -> Path:
+    """The place itself: without dots, which give no name to write beside, and behind links, which stay."""
+    try:
+        return out.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise ConfigError("no such place", out, first_line(error)) from error
+
+
+def _is_draft(folder: Path) -> bool:
+    """Whether the folder holds a draft, ours or another's; a target's has a config.json too."""
+    if not is_file_there(folder / CONFIG_FILE):
+        return False
+    try:
+        config = read_config(folder)
+    except ConfigError:
+        return False
+    classes = config.get("architectures")
+    return SECTION in config or _SPECULATORS in config or (isinstance(classes, list) and ARCHITECTURE in classes)
 
 
 def _target_of(draft: str) -> str | None:
@@ -249,15 +286,16 @@ def _publish(part: Path, out: Path) -> None:
         if old.exists():
             old.rename(out)
         raise
-    fsync_dir(out.absolute().parent)
+    fsync_dir(out.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _tidy(out: Path) -> None:
     """Remove what killed exports to this place left half written; one that was on its way out comes back."""
-    for left in out.absolute().parent.glob(f".{out.name}.*.*"):
+    for left in out.parent.glob(f".{glob.escape(out.name)}.*.*"):
         match = re.fullmatch(rf"\.{re.escape(out.name)}\.(\d+)\.(tmp|old)", left.name)
-        if match is None or Path(f"/proc/{match[1]}").exists():
+        # Our own number on it is of a process before us: in a container all have the same.
+        if match is None or (int(match[1]) != os.getpid() and Path(f"/proc/{match[1]}").exists()):
             continue
         if match[2] == "old" and not out.exists():
             left.rename(out)
@@ -273,7 +311,7 @@ def _public_name(target: Target) -> str:
 def _generation(target: Target) -> dict[str, Any]:
     """The target's generation_config.json; where it has none, what its config says of ends."""
     path = target.dir / GENERATION
-    if path.is_file():
+    if is_file_there(path):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

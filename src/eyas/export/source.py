@@ -1,20 +1,40 @@
-"""What is exported: a run's drafter, or a draft's folder of any make, and what the run's log says of it."""
+"""What is exported: a run's drafter, or a draft's folder of any make, and what the run's log says of it.
+
+A log may be torn, or of a version that wrote places as they were typed, relative to a folder that nobody knows: a store
+or corpus counts only if it is of the corpus that the draft's own config.json names.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from eyas.data.corpus import Corpus
+from eyas.disk import is_folder_there
 from eyas.errors import EyasError
 from eyas.store.documents import read_store_info
+from eyas.store.format import StoreInfo
+from eyas.target.checkpoint import read_config
+from eyas.train.checkpoint_format import SECTION
 
 EVENTS: Final = "events"
 DRAFT: Final = "draft"
 _EVALUATIONS: Final = "evaluation-*.json"
+
+
+@dataclass(frozen=True, slots=True)
+class InTraining:
+    """An evaluation of the log. by_position: [K] conditional shares."""
+
+    step: int
+    length: float
+    low: float | None
+    high: float | None
+    by_position: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +45,10 @@ class RunFacts:
         folder: the run's.
         settings: of `eyas train`.
         steps, tokens: of the whole run.
-        evaluation: the event of the best evaluation, whose weights were published.
+        evaluation: the best one, whose weights were published; None where nothing was evaluated after the first step.
         evaluations: files of `eyas evaluate`, by name.
+        target: the model it was trained for.
+        store: the states it was trained on, where they are still there.
         data: rows, tokens and digest of the corpus; empty where the store is gone.
         spec_id: of the store; empty likewise.
         version: of eyas.
@@ -36,59 +58,45 @@ class RunFacts:
     settings: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 0
     tokens: int = 0
-    evaluation: Mapping[str, Any] | None = None
+    evaluation: InTraining | None = None
     evaluations: tuple[Path, ...] = ()
+    target: str | None = None
+    store: Path | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
     spec_id: str = ""
     version: str = ""
-
-    @property
-    def store(self) -> Path | None:
-        """The states it was trained on, where they are still there."""
-        said = self.settings.get("store")
-        path = Path(said) if isinstance(said, str) else None
-        return path if path is not None and path.is_dir() else None
-
-    @property
-    def target(self) -> str | None:
-        """The model it was trained for."""
-        said = self.settings.get("target")
-        if isinstance(said, str):
-            return said
-        try:
-            return Corpus.open(Path(self.settings["corpus"])).meta.model
-        except (EyasError, KeyError, TypeError):
-            return None
 
 
 def find_run(source: str | Path) -> tuple[str, Path | None]:
     """(the draft's folder or hub id, the run's folder if it has one) of what the user named."""
     folder = Path(source)
-    if (folder / DRAFT).is_dir() and (folder / EVENTS).is_dir():
+    if is_folder_there(folder / DRAFT) and is_folder_there(folder / EVENTS):
         return str(folder / DRAFT), folder
     parent = folder.absolute().parent
-    is_of_run = folder.is_dir() and folder.absolute().name == DRAFT and (parent / EVENTS).is_dir()
+    is_of_run = is_folder_there(folder) and folder.absolute().name == DRAFT and is_folder_there(parent / EVENTS)
     return str(source), parent if is_of_run else None
 
 
 def read_run(folder: Path) -> RunFacts:
     """What there is to know of a run; a line of its log that was cut off is passed over."""
     events = [event for path in sorted((folder / EVENTS).glob("*.jsonl")) for event in _events(path)]
-    starts = [event for event in events if event["event"] == "start" and isinstance(event.get("settings"), dict)]
-    settings = starts[-1]["settings"] if starts else {}
-    ends = [event for event in events if event["event"] == "end"]
-    evaluations = [event for event in events if event["event"] == "eval" and event.get("accept_length") is not None]
-    best = max(evaluations, key=lambda event: (event["accept_length"], event.get("step", 0)), default=None)
-    data, spec_id = _inputs(settings)
+    starts = [event for event in events if event["event"] == "start"]
+    end = next((event for event in reversed(events) if event["event"] == "end"), {})
+    settings, versions = _last(starts, "settings"), _last(starts, "versions")
+    corpus = _corpus_of(folder / DRAFT)
+    store, info = _store(settings.get("store"), corpus)
     return RunFacts(
         folder,
         settings,
-        steps=int(ends[-1].get("step") or 0) if ends else 0,
-        tokens=int(ends[-1].get("tokens") or 0) if ends else 0,
-        evaluation=best,
+        steps=int(_number(end, "step") or 0),
+        tokens=int(_number(end, "tokens") or 0),
+        evaluation=_best(events),
         evaluations=tuple(sorted(folder.glob(_EVALUATIONS))),
-        data=data,
-        spec_id=spec_id,
+        target=_target(settings, corpus),
+        store=store,
+        data=_data(info) if info is not None else {},
+        spec_id=info.spec.spec_id if info is not None else "",
+        version=str(versions.get("eyas", "")),
     )
 
 
@@ -108,14 +116,83 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _inputs(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _last(events: Sequence[Mapping[str, Any]], key: str) -> Mapping[str, Any]:
+    """The last object under a key."""
+    return next((event[key] for event in reversed(events) if isinstance(event.get(key), dict)), {})
+
+
+def _best(events: Sequence[Mapping[str, Any]]) -> InTraining | None:
+    """The evaluation whose weights were published: the first of the longest after the first step, as training chose.
+
+    Steps after the checkpoint that a session went on from were taken again, and are as they were the second time.
+    """
+    found: dict[int, InTraining] = {}
+    for event in events:
+        step = _number(event, "step")
+        if step is None:
+            continue
+        if event["event"] == "start":
+            found = {at: one for at, one in found.items() if at <= step}
+        elif event["event"] == "eval" and step > 0 and (length := _number(event, "accept_length")) is not None:
+            low, high = _number(event, "accept_length_low"), _number(event, "accept_length_high")
+            said = event.get("acceptance")
+            shares = [_number({"": share}, "") for share in said] if isinstance(said, list) else []
+            known = tuple(share for share in shares if share is not None)
+            found.setdefault(int(step), InTraining(int(step), length, low, high, known))
+    return max(found.values(), key=lambda one: (one.length, -one.step), default=None)
+
+
+def _number(event: Mapping[str, Any], key: str) -> float | None:
+    value = event.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+# --- what it was trained on -------------------------------------------------------------------------------------------
+
+
+def _corpus_of(draft: Path) -> str:
+    """Digest of the corpus that a draft's vocabulary was made for; empty where it does not say."""
     try:
-        info = read_store_info(settings["store"])
-    except (EyasError, KeyError, TypeError, OSError):
-        return {}, ""
-    data = {
+        digest = read_config(draft)[SECTION]["vocab"]["corpus_digest"]
+    except (EyasError, KeyError, TypeError):
+        return ""
+    return digest if isinstance(digest, str) else ""
+
+
+def _store(said: Any, corpus: str) -> tuple[Path | None, StoreInfo | None]:
+    """The store that the settings name and what it is for; none where it is gone or of another corpus."""
+    if not isinstance(said, str):
+        return None, None
+    try:
+        info = read_store_info(said)
+    except EyasError:
+        return None, None
+    return (Path(said), info) if _is_known(said, corpus, info.corpus.get("digest")) else (None, None)
+
+
+def _target(settings: Mapping[str, Any], corpus: str) -> str | None:
+    """The model it was trained for, else the one that its corpus was prepared for."""
+    if isinstance(target := settings.get("target"), str):
+        return target
+    if not isinstance(said := settings.get("corpus"), str):
+        return None
+    try:
+        found = Corpus.open(Path(said))
+    except EyasError:
+        return None
+    return found.meta.model if _is_known(said, corpus, found.digest) else None
+
+
+def _is_known(said: str, corpus: str, digest: Any) -> bool:
+    """Whether what is found at a place of the log is what was trained on, by the corpus where the draft names one."""
+    return digest == corpus if corpus else Path(said).is_absolute()
+
+
+def _data(info: StoreInfo) -> dict[str, Any]:
+    return {
         "rows": sum(shard.stop - shard.start for shard in info.plan.shards),
         "tokens": sum(shard.tokens for shard in info.plan.shards),
         "digest": info.corpus["digest"],
     }
-    return data, info.spec.spec_id

@@ -128,7 +128,9 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
     flags = _capture_flags(version, chosen, config.get("architectures"))
     note = "" if sglang_version or installed else assumed
     warning = exposure(host if said is None else said, extra)
-    return ServeCommand((*argv, *listens, *flags, *extra), {SETTINGS_ENV: settings.to_env()}, note, warning)
+    return ServeCommand(
+        (*argv, *listens, *flags, *extra), {SETTINGS_ENV: settings.to_env()}, note=note, warning=warning
+    )
 
 
 def _sglang_of(python: str) -> str | None:

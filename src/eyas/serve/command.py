@@ -23,12 +23,14 @@ class ServeCommand:
     Attributes:
         argv: the program and its arguments.
         env: variables to add to the environment.
+        engine: whose server it is, for messages.
         note: what was assumed and may be wrong elsewhere.
         warning: what makes the server a danger where it stands.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    engine: str = "SGLang"
     note: str = ""
     warning: str = ""
 
@@ -44,17 +46,16 @@ class ServeCommand:
         """
         if self.argv[0] == SOME_PYTHON:
             hint = "set serve.python to the interpreter that has it"
-            raise ConfigError("SGLang is not installed in this environment", sys.prefix, hint)
+            raise ConfigError(f"{self.engine} is not installed in this environment", sys.prefix, hint)
         try:
             os.execvpe(self.argv[0], list(self.argv), {**os.environ, **self.env})
         except OSError as error:
-            raise ConfigError(
-                f"cannot start the server ({error.strerror})", self.argv[0], "name the Python that has SGLang installed"
-            ) from error
+            hint = f"set serve.python to the interpreter that has {self.engine}"
+            raise ConfigError(f"cannot start the server ({error.strerror})", self.argv[0], hint) from error
 
 
 def option_of(arguments: Sequence[str], name: str) -> str | None:
-    """The value of an option among SGLang's own arguments, the last one said; None where it is not said."""
+    """The value of an option among the server's own arguments, the last one said; None where it is not said."""
     said = None
     for at, argument in enumerate(arguments):
         if argument == name:
@@ -64,7 +65,7 @@ def option_of(arguments: Sequence[str], name: str) -> str | None:
     return said
 
 
-def exposure(host: str, extra: Sequence[str]) -> str:
+def exposure(host: str, extra: Sequence[str], engine: str = "SGLang") -> str:
     """What listening on `host` means; empty for this machine's own addresses and for a server that asks for a key."""
     try:
         local = ipaddress.ip_address(host).is_loopback
@@ -72,4 +73,6 @@ def exposure(host: str, extra: Sequence[str]) -> str:
         local = host == "localhost"
     if local or option_of(extra, "--api-key") is not None:
         return ""
-    return f"whoever reaches {host} may use this server and stop it: give SGLang an --api-key, or listen on {LOOPBACK}"
+    return (
+        f"whoever reaches {host} may use this server and stop it: give {engine} an --api-key, or listen on {LOOPBACK}"
+    )

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from eyas.disk import is_folder_there
 from eyas.errors import ConfigError
+from eyas.export.engines import TITLES
 from eyas.export.launch import Drafting, Engine, draft_flags
 from eyas.serve.capturing import installed_sglang
 from eyas.serve.command import LOOPBACK, SOME_PYTHON, ServeCommand, exposure, option_of
@@ -69,10 +71,10 @@ def draft_command(
     flags = draft_flags(engine, head, drafting or Drafting())
     said = option_of(extra, "--host")
     listens = () if said is not None else ("--host", host)
-    warning = exposure(host if said is None else said, extra)
-    return ServeCommand((*words, "--port", str(port), *listens, *flags, *extra), {}, "", warning)
+    warning = exposure(host if said is None else said, extra, TITLES[engine])
+    return ServeCommand((*words, "--port", str(port), *listens, *flags, *extra), {}, TITLES[engine], warning=warning)
 
 
 def _place(name: str) -> str:
     """A folder so that it is found from whatever folder the command is pasted into; a hub name as it is."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
+    return str(Path(name).resolve()) if is_folder_there(Path(name)) else name

@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from eyas.capture.contract import CaptureSpec, default_layers
 from eyas.capture.fingerprint import ARCHITECTURE_FIELDS, architecture_of, model_fingerprint, norm_key
+from eyas.disk import is_folder_there
 from eyas.errors import ConfigError, first_line
 from eyas.target.weights import missing_files, read_tensors, weight_map
 
@@ -76,7 +77,7 @@ class Target:
     @property
     def is_hub_model(self) -> bool:
         """Whether the user named a hub id, whose files lie in the hub's cache."""
-        return not Path(self.model).is_dir()
+        return not is_folder_there(Path(self.model))
 
     @property
     def is_routed(self) -> bool:
@@ -201,7 +202,7 @@ def find_folder(model: str, patterns: Sequence[str]) -> Path:
     Raises:
         ConfigError: no such folder or hub id.
     """
-    if Path(model).is_dir():
+    if is_folder_there(Path(model)):
         return Path(model)
     try:
         return Path(snapshot_download(model, allow_patterns=list(patterns)))
