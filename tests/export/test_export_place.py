@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eyas.config import ExportConfig
-from eyas.errors import ConfigError, IntegrityError
+from eyas.errors import ConfigError
 from eyas.export.run import export_draft
 
 FEW = ExportConfig(documents=8, engines=("sglang",))
@@ -108,13 +108,3 @@ def test_what_a_process_of_our_own_number_left(name: str, run: Path, exported: P
     with pytest.raises(ConfigError, match="--force replaces it"):
         export_draft(run, tmp_path / name, FEW)
     assert names(tmp_path) == {name}
-
-
-def test_a_refused_export_names_the_place_as_typed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    cut = shutil.copytree(run, tmp_path / "run")
-    config = json.loads((cut / "draft" / "config.json").read_text())
-    (cut / "draft" / "config.json").write_text(json.dumps(config | {"norm_output": not config["norm_output"]}))
-    with pytest.raises(IntegrityError, match="trained otherwise than norm_output"):
-        export_draft("run", Path("out"), ExportConfig())
-    assert names(tmp_path) == {"run"}
