@@ -15,6 +15,7 @@ from train_runs import make_inputs, run, settings
 
 from eyas.errors import ConfigError
 from eyas.target.embeddings import input_embeddings
+from eyas.train import layer_ids
 from eyas.train.checkpoint_format import DraftCheckpoint, save_checkpoint
 from eyas.train.draft import Eagle3Config, Eagle3Draft
 from eyas.train.run import Inputs, make_objective, starting_point
@@ -68,7 +69,8 @@ def test_it_must_read_the_layers_that_the_store_holds(inputs: Path, published: P
     found = Inputs.open(cfg)
     stored = found.info.spec.layers
     others = [stored[0] - 1, *stored[1:]]
-    rewritten(published, lambda raw: raw | {"eyas": {"aux_layers": others}})
+    ids = layer_ids.to_config(others, found.target.num_layers, "llama")
+    rewritten(published, lambda raw: raw | ids | {"eyas": {"aux_layers": others}})
     what = re.escape(f"the draft reads layers {others}, the store holds {list(stored)}")
     with pytest.raises(ConfigError, match=what):
         starting_point(cfg, found)
