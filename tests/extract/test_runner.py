@@ -196,7 +196,7 @@ def test_a_signal_to_the_whole_group_while_workers_start(
         text=True,
         start_new_session=True,
     )
-    wait_for(lambda: list(store.glob("events/*.jsonl")))
+    wait_for(lambda: [log for log in store.glob("events/*.jsonl") if log.stat().st_size])
     time.sleep(pause_s)
     os.killpg(process.pid, number)
     _, text = process.communicate(timeout=60)
