@@ -255,23 +255,21 @@ def touch_ram_disk(folder: Path, size: int) -> None:
         (folder / f"touched.{part}").unlink()
 
 
-def disk_rate(folder: Path, seconds: float = 6.0) -> float:
-    """Bytes/s that four threads write to a disk, sync included."""
+def disk_rate(folder: Path, size: int = 8 << 30) -> float:
+    """Bytes/s of four threads that write `size` bytes to a disk, sync included."""
     block, parts = np.random.default_rng(0).bytes(8 << 20), 4
     began = time.monotonic()
 
-    def fill(part: int) -> int:
-        written = 0
+    def fill(part: int) -> None:
         with (folder / f"rate.{part}").open("wb") as file:
-            while time.monotonic() < began + seconds:
-                written += file.write(block)
+            for _ in range(size // parts // len(block)):
+                file.write(block)
             file.flush()
             os.fsync(file.fileno())
-        return written
 
     with ThreadPoolExecutor(parts) as pool:
-        written = sum(pool.map(fill, range(parts)))
-    rate = written / (time.monotonic() - began)
+        list(pool.map(fill, range(parts)))
+    rate = size / (time.monotonic() - began)
     for part in range(parts):
         (folder / f"rate.{part}").unlink()
     return rate
@@ -349,7 +347,10 @@ class Bench:
             others.append(asyncio.run(plain(self._running[f"{shape.name}-{modes[0]}"].url, corpus, WINDOW)))
             for mode in modes:
                 runs[mode].append(captured(self._running[f"{shape.name}-{mode}"], corpus, self._work / "store"))
-            told = ", ".join(f"{mode} {runs[mode][-1].tokens_per_s:,.0f}" for mode in modes)
+            last = {mode: runs[mode][-1] for mode in modes}
+            told = ", ".join(
+                f"{m} {r.tokens_per_s:,.0f} ({r.waits} waits, {r.retries} retries)" for m, r in last.items()
+            )
             print(f"{shape.name}{suffix} round {number}: plain {plains[-1]:,.0f}, others {others[-1]:,.0f}, {told}")
         for mode in modes:
             self._add(shape, f"{mode}{suffix}", corpus, plains, runs[mode], others=others)
