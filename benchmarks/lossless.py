@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from eyas.data.template import Template
+from eyas.evaluate.conversation import Conversations
 from eyas.evaluate.decode import Sampling, TargetModel, decode, decode_plainly
-from eyas.evaluate.drafting import Drafting
+from eyas.evaluate.drafting import Drafter, Drafting
 from eyas.evaluate.head import Head, load_drafter
 from eyas.evaluate.questions import benchmark_of, read_questions
-from eyas.evaluate.run import Asking
 from eyas.extract.hf import load_model
 
 TIE = 1e-4
@@ -45,33 +45,34 @@ def main() -> None:
         model = load_model(target, "cpu", "f32")
         sampling = Sampling(0.0, given.max_new_tokens, template.end_ids)
         plan = Drafting.of(given.depth, given.topk)
+        conversations = Conversations(template, None)
         with TargetModel(model, drafter.config.aux_layers, target.num_layers) as watched, journal.open("a") as file:
-            asking = Asking(watched, drafter, plan, template, sampling)
-            for question in questions:
-                messages: list[dict[str, Any]] = []
-                for turn, text in enumerate(question.turns):
-                    messages.append({"role": "user", "content": text})
-                    if (question.id, turn) not in done:
-                        prompt = asking.prompt(messages, question)
-                        line = {"question": question.id, "turn": turn, **compared(asking, prompt)}
-                        done[question.id, turn] = line
-                        file.write(json.dumps(line) + "\n")
+            for number, question in enumerate(questions):
+                talk = conversations.begin(number, question)
+                while (prompt := talk.prompt) is not None:
+                    key = question.id, prompt.turn
+                    if key not in done:
+                        found = compared(watched, drafter, plan, list(prompt.ids), sampling)
+                        done[key] = {"question": question.id, "turn": prompt.turn, **found}
+                        file.write(json.dumps(done[key]) + "\n")
                         file.flush()
-                    messages.append({"role": "assistant", "content": asking.text(done[question.id, turn]["tokens"])})
+                    talk.answer(done[key]["tokens"])
     report([done[key] for key in wanted], len(questions))
 
 
-def compared(asking: Asking, prompt: list[int]) -> dict[str, Any]:
+def compared(
+    model: TargetModel, drafter: Drafter, plan: Drafting, prompt: list[int], sampling: Sampling
+) -> dict[str, Any]:
     """One answer both ways; of the first difference how far its logit lies from the target's best."""
-    plain = decode_plainly(asking.model, prompt, asking.sampling)
-    found = decode(asking.model, asking.drafter, asking.plan, prompt, asking.sampling)
+    plain = decode_plainly(model, prompt, sampling)
+    found = decode(model, drafter, plan, prompt, sampling)
     line = {"tokens": plain, "cycles": len(found.cycles), "drafted": len(found.tokens), "gap": None}
     if found.tokens != plain:
         at = next((i for i, (a, b) in enumerate(zip(plain, found.tokens, strict=False)) if a != b), None)
         if at is None:
             return line | {"gap": float("inf"), "at": min(len(plain), len(found.tokens))}
-        asking.model.reset()
-        logits = asking.model.prefill([*prompt, *plain[:at]]).logits[-1]
+        model.reset()
+        logits = model.prefill([*prompt, *plain[:at]]).logits[-1]
         line |= {"at": at, "gap": float(logits.max() - logits[found.tokens[at]].min(logits[plain[at]]))}
     return line
 

@@ -209,7 +209,7 @@ def test_more_at_a_time_than_there_are_prompts(world: World) -> None:
 def test_a_prompt_that_does_not_fit_is_left_out_by_name(world: World, template: Template) -> None:
     longest = max(len(ids) for ids in expected_prompts(template)) + MOST + 3 - 1
     done = world.run(FakeServer(longest=longest))
-    assert any("from turn 2 on: longer than the server admits" in note for note in done.evaluation.notes)
+    assert any("from turn 2 on is longer than the server admits" in note for note in done.evaluation.notes)
     with pytest.raises(ConfigError, match="no prompt fits"):
         world.run(FakeServer(longest=20))
 
@@ -220,7 +220,7 @@ def test_what_a_server_without_a_drafter_was_not_asked_is_in_its_file(world: Wor
     alone = world.alone(FakeServer(depth=0, longest=longest))
     for path in (beside.plain_path, alone.path):
         (note,) = read_evaluation(path)["notes"]  # type: ignore[arg-type]
-        assert "from turn 2 on: longer than the server admits" in note
+        assert "from turn 2 on is longer than the server admits" in note
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eyas.config import Config
+from eyas.evaluate.conversation import Prompt
 from eyas.evaluate.decode import Sampling, TargetModel, decode_plainly
 from eyas.evaluate.live import open_server
-from eyas.evaluate.passes import Asker, Pass, Prompt
+from eyas.evaluate.passes import Asker, Pass
 from eyas.evaluate.served import Asking
 from servers import sglang_server
 from sglang_cpu.models import tiny_llama

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 __all__ = ["made"]
 
-ASKED, LONGEST = 6, 32
+ASKED, LONGEST = 4, 32
 SILENT = Console(file=io.StringIO())
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from eyas.errors import ConfigError, IntegrityError
-from eyas.evaluate.passes import Pass, Prompt, Turns
+from eyas.evaluate.conversation import Conversations, Prompt
+from eyas.evaluate.passes import Pass
 from eyas.evaluate.questions import Question
 from eyas.evaluate.results import Evaluation, Result, read_evaluation
 from eyas.evaluate.served import ServedModel
@@ -113,7 +114,7 @@ class Earlier:
             hint = "measure both with the same questions, limit and sampling"
             raise ConfigError(f"the runs cannot be compared: {'; '.join(differing)}", self.path, hint)
 
-    def prompts(self, questions: Sequence[Question], turns: Turns) -> tuple[Prompt, ...]:
+    def prompts(self, questions: Sequence[Question], conversations: Conversations) -> tuple[Prompt, ...]:
         """The prompts, if they are those that are made here and now.
 
         Raises:
@@ -124,16 +125,12 @@ class Earlier:
             by_question.setdefault(prompt.question, []).append((prompt, answer))
         made: list[Prompt] = []
         for number, question in enumerate(questions):
-            talk = turns.of(number, question)
-            prompt = next(talk, None)
+            talk = conversations.begin(number, question)
             for _, answer in by_question.get(number, ()):
-                if prompt is None:
+                if talk.prompt is None:
                     break
-                made.append(prompt)
-                try:
-                    prompt = talk.send(answer)
-                except StopIteration:
-                    prompt = None
+                made.append(talk.prompt)
+                talk.answer(answer)
         if tuple(made) != self.asked:
             hint = "another template, tokenizer or context length; measure both anew"
             raise ConfigError("the runs cannot be compared: their prompts' tokens differ", self.path, hint)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import httpx
 
 from eyas.config import ServerConfig
 from eyas.errors import EngineError
-from eyas.extract.connections import Connections
-from eyas.extract.http import API_KEY_ENV, api_key, error_text, server_url, tls_fault, verification
-
-_KEEP_ALIVE_S: Final = 2.0
-_SHORT_TIMEOUT_S: Final = 15.0  # connecting, and questions that need no forward
+from eyas.extract.http import API_KEY_ENV, SHORT_TIMEOUT_S, error_text, open_client, server_url, tls_fault
 
 
 class Http:
@@ -34,18 +30,8 @@ class Http:
         parsed = server_url(url)
         shown = str(parsed.copy_with(username=None, password=None)).rstrip("/")
         self.where = shown.removesuffix("/v1")
-        auth = httpx.BasicAuth(parsed.username, parsed.password) if parsed.username else None
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if key := api_key(cfg):
-            headers["Authorization"], auth = f"Bearer {key}", None
         self._timeout_s = cfg.timeout_s
-        self._http = httpx.AsyncClient(
-            base_url=self.where,
-            headers=headers,
-            auth=auth,
-            transport=transport or Connections(verification(cfg), _KEEP_ALIVE_S),
-            trust_env=False,
-        )
+        self._http = open_client(parsed, self.where, cfg, transport)
 
     async def get(self, path: str) -> httpx.Response:
         """One short question.
@@ -54,8 +40,8 @@ class Http:
             EngineError: nobody answers, not authorised, or a server in trouble.
         """
         try:
-            async with asyncio.timeout(_SHORT_TIMEOUT_S):
-                response = await self._http.get(path, timeout=_SHORT_TIMEOUT_S)
+            async with asyncio.timeout(SHORT_TIMEOUT_S):
+                response = await self._http.get(path, timeout=SHORT_TIMEOUT_S)
         except (httpx.RequestError, TimeoutError) as error:
             raise self._unreachable(error) from error
         self._check(response)
@@ -70,7 +56,7 @@ class Http:
             EngineError: it is refused or broken off, or does not end in time.
         """
         content = json.dumps(body, separators=(",", ":"))
-        timeout = httpx.Timeout(self._timeout_s, connect=_SHORT_TIMEOUT_S)
+        timeout = httpx.Timeout(self._timeout_s, connect=SHORT_TIMEOUT_S)
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
@@ -122,5 +108,5 @@ class Http:
             hint = "is the URL right, and the server running? `eyas serve --draft DRAFT` starts one"
             return EngineError("no server", self.where, hint)
         if isinstance(error, httpx.TimeoutException | TimeoutError):
-            return EngineError("the server does not answer", self.where, f"waited {_SHORT_TIMEOUT_S:.0f} s")
+            return EngineError("the server does not answer", self.where, f"waited {SHORT_TIMEOUT_S:.0f} s")
         return EngineError(broken, self.where, type(error).__name__)  # its text may quote the URL or headers

@@ -24,10 +24,11 @@ from rich.table import Table
 from eyas.config import Config, EvaluateConfig
 from eyas.data.template import Template
 from eyas.errors import ConfigError, EngineError, Interrupted
+from eyas.evaluate.conversation import Conversations, Prompt
 from eyas.evaluate.earlier import Earlier, check_comparable, save_answers
 from eyas.evaluate.head import Head
 from eyas.evaluate.http import Http
-from eyas.evaluate.passes import Asker, Pass, Prompt, Turns
+from eyas.evaluate.passes import Asker, Pass
 from eyas.evaluate.questions import Question, benchmark_of, digest_of, read_questions
 from eyas.evaluate.results import ALL, Evaluation, Result, without_secrets
 from eyas.evaluate.served import NO_DRAFTS, Asking, ServedModel
@@ -196,16 +197,16 @@ async def _measure(setting: _Setting, cfg: Config, transport: httpx.AsyncBaseTra
             earlier.check(_evaluation(setting, server, plain=True))
         known = [room for room in rooms if room is not None]
         room = min(known) - wanted.max_new_tokens - server.depth if known else None
-        turns = Turns(setting.template, room)
+        conversations = Conversations(setting.template, room)
         plain, plain_path, prompts, theirs = None, None, None, None
         if plain_server is not None:
-            passes = await _passes(setting, plain_server, turns, None)
-            plain, plain_path = _write_plain(setting, plain_server, turns, passes)
+            passes = await _passes(setting, plain_server, conversations, None)
+            plain, plain_path = _write_plain(setting, plain_server, conversations, passes)
             prompts, theirs = passes[0].prompts, [answer.tokens for answer in passes[0].answers]
         elif earlier is not None:
             plain, plain_path = earlier.evaluation, earlier.path
-            prompts, theirs = earlier.prompts(setting.questions, turns), earlier.answers
-        passes = await _passes(setting, server, turns, prompts)
+            prompts, theirs = earlier.prompts(setting.questions, conversations), earlier.answers
+        passes = await _passes(setting, server, conversations, prompts)
         if theirs is not None and not wanted.temperature:
             ours = [answer.tokens for answer in passes[0].answers]
             same = sum(mine == other for mine, other in zip(ours, theirs, strict=True))
@@ -214,7 +215,7 @@ async def _measure(setting: _Setting, cfg: Config, transport: httpx.AsyncBaseTra
         done = replace(
             _evaluation(setting, server, plain=False),
             results=_results(passes, setting, server.depth, speeds),
-            notes=(*notes, *turns.left_out),
+            notes=(*notes, *conversations.left_out),
         )
         path = done.write(setting.folder)
         save_answers(path, passes[0])
@@ -230,25 +231,27 @@ async def _measure_plain(setting: _Setting, cfg: Config, transport: httpx.AsyncB
             what = f"the server without speculation drafts {server.depth} tokens a cycle"
             raise ConfigError(what, server.where, "name it by --server, or start it without a drafter")
         room = None if server.longest is None else server.longest - wanted.max_new_tokens - wanted.depth
-        turns = Turns(setting.template, room)
-        passes = await _passes(setting, server, turns, None)
+        conversations = Conversations(setting.template, room)
+        passes = await _passes(setting, server, conversations, None)
     finally:
         await server.close()
-    return Live(*_write_plain(setting, server, turns, passes), None, None)
+    return Live(*_write_plain(setting, server, conversations, passes), None, None)
 
 
 def _write_plain(
-    setting: _Setting, server: ServedModel, turns: Turns, passes: Sequence[Pass]
+    setting: _Setting, server: ServedModel, conversations: Conversations, passes: Sequence[Pass]
 ) -> tuple[Evaluation, Path]:
     """What was measured without a drafter, and its file; the answers lie beside it."""
-    notes = (*_check_target(server, setting), *turns.left_out)
+    notes = (*_check_target(server, setting), *conversations.left_out)
     done = replace(_evaluation(setting, server, plain=True), results=_results(passes, setting, 0, {}), notes=notes)
     path = done.write(setting.folder)
     save_answers(path, passes[0])
     return done, path
 
 
-async def _passes(setting: _Setting, server: ServedModel, turns: Turns, prompts: Sequence[Prompt] | None) -> list[Pass]:
+async def _passes(
+    setting: _Setting, server: ServedModel, conversations: Conversations, prompts: Sequence[Prompt] | None
+) -> list[Pass]:
     """One request at a time, then the others of `evaluate.concurrency`."""
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     terminal = setting.console.is_terminal
@@ -260,7 +263,7 @@ async def _passes(setting: _Setting, server: ServedModel, turns: Turns, prompts:
             progress.update(task, description=text, completed=done, total=total)
 
         asker = Asker(server, setting.asking, tick)
-        first = await (asker.converse(setting.questions, turns) if prompts is None else asker.ask(prompts, 1))
+        first = await (asker.converse(setting.questions, conversations) if prompts is None else asker.ask(prompts, 1))
         found = [first]
         for concurrency in sorted({*setting.cfg.concurrency} - {1}):
             if concurrency > len(first.prompts):

@@ -9,33 +9,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import statistics
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import Any, Final
 
-from eyas.data.template import Template
 from eyas.errors import ConfigError
+from eyas.evaluate.conversation import Conversations, Prompt
 from eyas.evaluate.counters import Cycles
 from eyas.evaluate.questions import Question
 from eyas.evaluate.served import Answer, Asking, ServedModel
 
 _WARM_TOKENS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What is asked.
-
-    Attributes:
-        question: its number.
-        turn: of the question, from 0.
-        ids: tokens.
-    """
-
-    question: int
-    turn: int
-    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,25 +88,21 @@ class Asker:
     _salt: str = field(default_factory=lambda: secrets.token_hex(8))
     _asked: int = 0
 
-    async def converse(self, questions: Sequence[Question], turns: Turns) -> Pass:
+    async def converse(self, questions: Sequence[Question], conversations: Conversations) -> Pass:
         """One prompt at a time, later turns with the answers before them."""
         found: list[tuple[Prompt, Answer, Cycles | None]] = []
-        firsts = (next(turns.of(number, question), None) for number, question in enumerate(questions))
+        firsts = (conversations.begin(number, question).prompt for number, question in enumerate(questions))
         first = next((prompt for prompt in firsts if prompt is not None), None)
         await self._warm_up([first] if first else [], 1)
         for number, question in enumerate(questions):
-            talk = turns.of(number, question)
-            prompt = next(talk, None)
-            while prompt is not None:
+            talk = conversations.begin(number, question)
+            while (prompt := talk.prompt) is not None:
                 answer, cycles = await self._alone(prompt)
                 found.append((prompt, answer, cycles))
                 self.tick(number + (prompt.turn + 1) // len(question.turns), len(questions), 1)
-                try:
-                    prompt = talk.send(answer.tokens)
-                except StopIteration:
-                    prompt = None
+                talk.answer(answer.tokens)
         if not found:
-            raise ConfigError("no prompt fits the server", self.server.where, "; ".join(turns.left_out[:3]))
+            raise ConfigError("no prompt fits the server", self.server.where, "; ".join(conversations.left_out[:3]))
         return _alone_pass(found)
 
     async def ask(self, prompts: Sequence[Prompt], concurrency: int) -> Pass:
@@ -179,48 +160,6 @@ class Asker:
         await _together(work(prompt) for prompt in asked)
         # Counters may lag behind: were they not waited for, these requests would look like those of others.
         await self.server.settle(answers, sum(len(prompt.ids) for prompt in asked))
-
-
-@dataclass
-class Turns:
-    """What is asked, by the target's chat template.
-
-    Args:
-        template: of the target.
-        room: most tokens of a prompt; None is no limit.
-
-    Attributes:
-        left_out: what was not asked, in words.
-    """
-
-    template: Template
-    room: int | None
-    left_out: list[str] = field(default_factory=list)
-
-    def of(self, number: int, question: Question) -> Generator[Prompt, Sequence[int], None]:
-        """Prompts of a question; each answer's tokens are sent in for the next one.
-
-        Raises:
-            ConfigError: the chat template refuses the conversation.
-        """
-        messages: list[dict[str, Any]] = []
-        for turn, text in enumerate(question.turns):
-            messages.append({"role": "user", "content": text})
-            ids = self._ids(messages, question)
-            if self.room is not None and len(ids) > self.room:
-                missed = f"question {question.id} from turn {turn + 1} on: longer than the server admits"
-                if missed not in self.left_out:
-                    self.left_out.append(missed)
-                return
-            tokens = yield Prompt(number, turn, ids)
-            said = list(tokens[:-1] if tokens[-1] in self.template.end_ids else tokens)
-            messages.append({"role": "assistant", "content": self.template.decode(said)})
-
-    def _ids(self, messages: list[dict[str, Any]], question: Question) -> tuple[int, ...]:
-        try:
-            return tuple(self.template.prompt_ids(messages))
-        except Exception as error:  # a template may raise whatever it likes
-            raise ConfigError("the chat template refuses a question", f"question {question.id}", str(error)) from error
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, object]]) -> None:

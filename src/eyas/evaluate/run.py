@@ -21,11 +21,12 @@ from eyas.config import EvaluateConfig
 from eyas.data.corpus import Corpus
 from eyas.data.template import Template
 from eyas.errors import ConfigError, Interrupted
+from eyas.evaluate.conversation import Conversations
 from eyas.evaluate.decode import Sampling, TargetModel, decode
-from eyas.evaluate.drafting import Drafter, Drafting
+from eyas.evaluate.drafting import Drafting
 from eyas.evaluate.head import Head, load_drafter
 from eyas.evaluate.journal import Journal
-from eyas.evaluate.questions import Question, benchmark_of, digest_of, read_questions
+from eyas.evaluate.questions import benchmark_of, digest_of, read_questions
 from eyas.evaluate.results import Evaluation, PromptCounts, by_category, without_secrets
 from eyas.evaluate.walk import answers, walk
 from eyas.extract.hf import load_model, torch_device
@@ -197,62 +198,31 @@ def _decode(setting: _Setting) -> Evaluated:
     model = load_model(target, setting.device, cfg.dtype)
     sampling = Sampling(cfg.temperature, cfg.max_new_tokens, template.end_ids)
     with TargetModel(model, drafter.config.aux_layers, target.num_layers) as watched:
-        asking = Asking(watched, drafter, setting.plan, template, sampling)
+        room = None if watched.longest is None else watched.longest - sampling.max_new_tokens - setting.plan.depth
 
         def counts(number: int) -> PromptCounts:
+            """All turns of a question, as far as the target has positions for them."""
+            question = questions[number]
             generator = torch.Generator(setting.device).manual_seed(cfg.seed * 1_000_003 + number)
-            return asking.ask(questions[number], generator)
+            conversations = Conversations(template, room, f"the target's {watched.longest or 0:,} tokens")
+            talk, decoded = conversations.begin(number, question), []
+            while (prompt := talk.prompt) is not None:
+                found = decode(watched, drafter, setting.plan, list(prompt.ids), sampling, generator)
+                decoded.append(found)
+                talk.answer(found.tokens)
+            return PromptCounts(
+                question.category,
+                sum(len(found.tokens) for found in decoded),
+                [cycle for found in decoded for cycle in found.cycles],
+                [count for found in decoded for count in found.accepted],
+                conversations.left_out,
+            )
 
         benchmark = benchmark_of(cfg.questions)
         head = _evaluation(setting, "transformers", "offline-decoded", benchmark, digest_of(questions))
         key = {"drafter": repr(drafter.config), "categories": [(one.id, one.category) for one in questions]}
         key |= {"template": template.template_hash, "tokenizer": template.tokenizer_hash}
         return _finish(setting, head, range(len(questions)), counts, key, [])
-
-
-class Asking(NamedTuple):
-    """A target and its drafter that answer questions."""
-
-    model: TargetModel
-    drafter: Drafter
-    plan: Drafting
-    template: Template
-    sampling: Sampling
-
-    def ask(self, question: Question, generator: torch.Generator | None = None) -> PromptCounts:
-        """All turns of a question, as far as the target has positions for them.
-
-        Raises:
-            ConfigError: the chat template refuses the conversation.
-        """
-        messages: list[dict[str, Any]] = []
-        cycles: list[tuple[int, int]] = []
-        accepted: list[int] = []
-        tokens, notes = 0, []
-        for number, turn in enumerate(question.turns, 1):
-            messages.append({"role": "user", "content": turn})
-            prompt = self.prompt(messages, question)
-            longest = self.model.longest
-            if longest is not None and len(prompt) + self.sampling.max_new_tokens + self.plan.depth > longest:
-                notes = [f"question {question.id} from turn {number} on is longer than the target's {longest:,} tokens"]
-                break
-            found = decode(self.model, self.drafter, self.plan, prompt, self.sampling, generator)
-            tokens += len(found.tokens)
-            cycles += found.cycles
-            accepted += found.accepted
-            messages.append({"role": "assistant", "content": self.text(found.tokens)})
-        return PromptCounts(question.category, tokens, cycles, accepted, notes)
-
-    def prompt(self, messages: list[dict[str, Any]], question: Question) -> list[int]:
-        """Token ids, as a server is sent them."""
-        try:
-            return self.template.prompt_ids(messages)
-        except Exception as error:  # a template may raise whatever it likes
-            raise ConfigError("the chat template refuses a question", f"question {question.id}", str(error)) from error
-
-    def text(self, tokens: list[int]) -> str:
-        """An answer without its end token."""
-        return self.template.decode(tokens[:-1] if tokens[-1] in self.template.end_ids else tokens)
 
 
 # --- both -------------------------------------------------------------------------------------------------------------

@@ -10,8 +10,40 @@ import httpx
 
 from eyas.config import ServerConfig
 from eyas.errors import ConfigError, EngineError, cause_of
+from eyas.extract.connections import Connections
 
 API_KEY_ENV: Final = "EYAS_API_KEY"  # what the settings do not give
+SHORT_TIMEOUT_S: Final = 15.0  # connecting, and questions that need no forward
+_KEEP_ALIVE_S: Final = 2.0
+
+
+def open_client(
+    url: httpx.URL, where: str, cfg: ServerConfig, transport: httpx.AsyncBaseTransport | None = None
+) -> httpx.AsyncClient:
+    """A client of one server, with what authorises it.
+
+    Args:
+        url: as the user gave it; its user and password are used where there is no key.
+        where: base URL of the requests, without them.
+        cfg: key and certificates.
+        transport: what carries the requests; None is the network.
+
+    Raises:
+        ConfigError: an unreadable certificate file, or a key that no header can carry.
+    """
+    # Compressed, a small reply could be a huge one.
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    auth = httpx.BasicAuth(url.username, url.password) if url.username else None
+    if key := api_key(cfg):
+        headers["Authorization"], auth = f"Bearer {key}", None
+    return httpx.AsyncClient(
+        base_url=where,
+        headers=headers,
+        auth=auth,
+        # The caller bounds how many there are. A server drops an idle connection after 5 s: be sure to be first.
+        transport=transport or Connections(verification(cfg), _KEEP_ALIVE_S),
+        trust_env=False,  # a proxy for the web must not swallow requests to a server in the next rack
+    )
 
 
 def server_url(url: str) -> httpx.URL:

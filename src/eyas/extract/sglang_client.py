@@ -12,17 +12,14 @@ import httpx
 from eyas.capture.contract import LAST_PARAM, REPLY_KEY, SPEC_PARAM, CaptureReply, Refusal
 from eyas.config import ServerConfig
 from eyas.errors import EngineError
-from eyas.extract.connections import Connections
 from eyas.extract.engine import CaptureRequest, Failed, Retry
-from eyas.extract.http import API_KEY_ENV, api_key, error_text, json_object, server_url, tls_fault, verification
+from eyas.extract.http import API_KEY_ENV, SHORT_TIMEOUT_S, error_text, json_object, open_client, server_url, tls_fault
 
 DUPLICATE_RID: Final = "duplicate-rid"
 OTHER_VOCABULARY: Final = "other-vocabulary"
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
-_KEEP_ALIVE_S: Final = 2.0
 _SMALL_BYTES: Final = 1 << 20  # a reply with one token and the plugin's word, the model's info
 _LARGE_BYTES: Final = 256 << 20  # log-probabilities of the longest prompts
-_SHORT_TIMEOUT_S: Final = 15.0  # connecting, and questions that need no forward
 _INFO_PATHS: Final = ("/model_info", "/get_model_info")  # the newer name first; older releases know only the second
 _SETTINGS_PATHS: Final = ("/server_info", "/get_server_info")
 _TOO_LONG: Final = ("is longer than the model", "exceeds the maximum allowed length", "maximum context length")
@@ -58,20 +55,8 @@ class SGLangClient:
         self.port = parsed.port or (443 if parsed.scheme == "https" else 80)
         host = "localhost" if parsed.host in _LOOPBACK else parsed.host.lower()
         self.address = (host, self.port, parsed.path.rstrip("/"))
-        # Compressed, a small reply could be a huge one.
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        auth = httpx.BasicAuth(parsed.username, parsed.password) if parsed.username else None
-        if key := api_key(cfg):
-            headers["Authorization"], auth = f"Bearer {key}", None
         self._timeout_s = cfg.timeout_s
-        self._http = httpx.AsyncClient(
-            base_url=self.where,
-            headers=headers,
-            auth=auth,
-            # The caller's window bounds them. The server drops an idle connection after 5 s: be sure to be first.
-            transport=transport or Connections(verification(cfg), _KEEP_ALIVE_S),
-            trust_env=False,  # a proxy for the web must not swallow requests to a server in the next rack
-        )
+        self._http = open_client(parsed, self.where, cfg, transport)
 
     async def identify(self) -> dict[str, Any]:
         """The server's model info.
@@ -82,7 +67,7 @@ class SGLangClient:
         """
         for path in _INFO_PATHS:
             try:
-                response = await self._ask("GET", path, _SMALL_BYTES, within_s=_SHORT_TIMEOUT_S)
+                response = await self._ask("GET", path, _SMALL_BYTES, within_s=SHORT_TIMEOUT_S)
             except httpx.RequestError as error:
                 raise self.unreachable(error) from error
             self._check_authorised(response)
@@ -103,7 +88,7 @@ class SGLangClient:
         """
         for path in _SETTINGS_PATHS:
             try:
-                response = await self._ask("GET", path, _LARGE_BYTES, within_s=_SHORT_TIMEOUT_S)
+                response = await self._ask("GET", path, _LARGE_BYTES, within_s=SHORT_TIMEOUT_S)
             except httpx.RequestError as error:
                 raise self.unreachable(error) from error
             self._check_authorised(response)
@@ -151,7 +136,7 @@ class SGLangClient:
             ReplyTooLarge: more than `limit` bytes. httpx.RequestError: the transport.
         """
         body = bytearray()
-        timeout = httpx.Timeout(within_s, connect=_SHORT_TIMEOUT_S, pool=None)
+        timeout = httpx.Timeout(within_s, connect=SHORT_TIMEOUT_S, pool=None)
         try:
             # httpx waits so long for each piece; a server that drips must not hold us for ever.
             async with (
@@ -176,7 +161,7 @@ class SGLangClient:
         if isinstance(error, ReplyTooLarge):
             return EngineError("not an SGLang server", self.where, f"its answer has {error}")
         if isinstance(error, httpx.TimeoutException):
-            return ServerAway("the server does not answer", self.where, f"waited {_SHORT_TIMEOUT_S:.0f} s")
+            return ServerAway("the server does not answer", self.where, f"waited {SHORT_TIMEOUT_S:.0f} s")
         if isinstance(error, httpx.ConnectError):
             hint = "is the URL right, and the server running? `eyas serve MODEL` starts one"
             return ServerAway("no server", self.where, hint)
