@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +61,34 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
         first.publish()
     assert content_names(tmp_path) == {"summary.json"}
     with OutFolder(tmp_path):
+        pass
+
+
+STEPS = [(Path, "mkdir"), (Path, "chmod"), (fcntl, "flock"), (shutil, "rmtree")]
+
+
+@pytest.mark.parametrize(("owner", "step"), STEPS, ids=[step for _, step in STEPS])
+@pytest.mark.parametrize("call", [1, 2])
+def test_ctrl_c_on_the_way_in_leaves_nothing(
+    tmp_path: Path, owner: Any, step: str, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right behind each step: its handler runs once the call is over."""
+    done, calls = getattr(owner, step), []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        result = done(*args, **kwargs)
+        calls.append(step)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, step, interrupted)
+        with contextlib.suppress(KeyboardInterrupt), OutFolder(tmp_path / "a" / "b"):
+            pass
+    assert calls
+    assert list(tmp_path.iterdir()) == []
+    with OutFolder(tmp_path / "a" / "b"):  # and no lock
         pass
 
 

@@ -48,6 +48,7 @@ class OutFolder:
         self.path, self.work = path, path / _WORK
         self._made: list[Path] = []
         self._lock: int | None = None
+        self._is_ours = False
 
     @staticmethod
     def _check(path: Path, inputs: Iterable[str]) -> None:
@@ -68,24 +69,32 @@ class OutFolder:
                 self.path.chmod(0o700)  # chats are their owner's alone; a folder that was there stays as it is
             self._lock = os.open(self.path, os.O_RDONLY)
             self._take()
+            self._is_ours = True
             shutil.rmtree(self.work, ignore_errors=True)  # of a killed run: whoever lives holds the lock
             self.work.mkdir()
-        except OSError as error:
-            self._release()
-            raise self.failed(error) from error
-        except BaseException:
-            self._release()
+        except BaseException as error:
+            self._leave()
+            if isinstance(error, OSError):
+                raise self.failed(error) from error
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.work, ignore_errors=True)
+        self._leave()
+
+    def _leave(self) -> None:
+        with contextlib.ExitStack() as steps:  # each of them, whatever comes in between
+            steps.callback(self._release)
+            steps.callback(self._remove_made)
+            if self._is_ours:
+                steps.callback(shutil.rmtree, self.work, ignore_errors=True)
+
+    def _remove_made(self) -> None:
         for folder in self._made:  # those that nothing was put into, from the inside out
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        self._release()
 
     def publish(self, *, keep: Iterable[str] = ()) -> None:
         """Moves what was made into place; files of an earlier run that this one did not make go, but for `keep`.
