@@ -25,14 +25,14 @@ help:
 $(VENV)/ready: pyproject.toml constraints/dev.txt
 	@echo "== Python environment for Eyas in $(VENV) (about a minute)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install $(PIP_FLAGS) -c constraints/dev.txt torch==2.13.0
-	@$(BIN)/pip install $(PIP_FLAGS) -c constraints/dev.txt -e '.[dev,demo]'
+	@$(BIN)/pip install $(PIP_FLAGS) --no-compile -c constraints/dev.txt torch==2.13.0
+	@$(BIN)/pip install $(PIP_FLAGS) --no-compile -c constraints/dev.txt -e '.[dev,demo]'
 	@touch $@
 
 $(SGLANG)/ready: constraints/sglang-cpu.txt pyproject.toml
 	@echo "== SGLang 0.5.23 on CPU, every version frozen, in $(SGLANG) (about a minute)"
 	@$(PYTHON) -m venv $(SGLANG)
-	@$(SGLANG)/bin/pip install $(PIP_FLAGS) --no-deps -r constraints/sglang-cpu.txt
+	@$(SGLANG)/bin/pip install $(PIP_FLAGS) --no-compile --no-deps -r constraints/sglang-cpu.txt
 	@$(SGLANG)/bin/pip install $(PIP_FLAGS) --no-deps -e .
 	@touch $@
 

@@ -39,7 +39,7 @@ from servers import FAULTS_ENV, Server
 from sglang_cpu.models import VOCAB_SIZE
 
 CHUNK = 64
-CONTEXT = 1024
+CONTEXT = 768
 LONGEST = CONTEXT - 7
 #: One token below, at and above the chunk size and twice it, and the longest row the server admits.
 EDGES = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, LONGEST - 1, LONGEST)
@@ -146,6 +146,11 @@ class Run:
     def retries(self) -> int:
         """Rows the run that is going has asked for again, as its event log tells."""
         return self._log().read_text().count('"row_retried"')
+
+    def retried_for(self, reason: str) -> int:
+        """Rows asked for again for one reason, in the last run."""
+        events = map(json.loads, self._log().read_text().splitlines())
+        return sum(event["event"] == "row_retried" and event["reason"] == reason for event in events)
 
     def _log(self) -> Path:
         logs = [path for path in (self.store / "events").glob("*.jsonl") if not path.name.startswith("verify-")]

@@ -17,7 +17,7 @@ from servers import Server, sglang_server
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-ROWS = 30
+ROWS = 20
 #: Steps of one forward, chunk or record, in order of their happening.
 FORWARD = ("sweep", "own-shares", "share", "assemble", "reserve", "take-rows", "snapshot", "reply", "answer")
 OUTPUT = ("stream-output",)
@@ -79,12 +79,12 @@ def test_a_step_that_always_fails_ends_the_run_and_the_server_lives(
     step: str, server: Server, model: Path, injector: Injector, neighbours: Neighbours, tmp_path: Path
 ) -> None:
     """From the middle of the run on; what was stored stays, and the same command finishes it once all is well."""
-    run = run_of(server, model, tmp_path, rows=60)
+    run = run_of(server, model, tmp_path, rows=40)
     with neighbours.around(2), run.going() as going, injector.injecting(**{step: {"rate": 1}}):
         with pytest.raises(EngineError) as caught:
             going.result()
         assert "resumes" in caught.value.hint
-    assert 0 < run.rows_stored() < 60
+    assert 0 < run.rows_stored() < 40
     run.must_end_well(run.now())
 
 
@@ -103,7 +103,7 @@ def test_every_step_fails_now_and_then(
     server: Server, model: Path, injector: Injector, neighbours: Neighbours, tmp_path: Path
 ) -> None:
     """All at random in one long run, started again where it ends."""
-    run = run_of(server, model, tmp_path, "server.record_deadline_s=2", "extract.attempts=30", rows=60)
+    run = run_of(server, model, tmp_path, "server.record_deadline_s=2", "extract.attempts=30", rows=40)
     steps = (*FORWARD, *OUTPUT, *WRITERS, *AFTER_A_FAILURE, "orphans")
     with neighbours.around(2):
         with injector.injecting(**{step: {"rate": 0.02} for step in steps}):

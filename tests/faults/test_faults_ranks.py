@@ -1,4 +1,4 @@
-"""Data parallelism on CPU: two schedulers, each with requests of its own, write into one spool."""
+"""Several ranks on CPU: two that share a request's tensors, and two schedulers, each with requests of its own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,26 @@ from servers import Server, sglang_server
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
+ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1"}
+
+
+def test_two_tensor_parallel_ranks_without_a_tokenizer(model: Path, tmp_path: Path) -> None:
+    flags = [*SERVER_FLAGS, "--tp-size", "2", "--skip-tokenizer-init", "--disable-radix-cache"]
+    with sglang_server(model, tmp_path / "server", flags=flags, env=ENV) as server:
+        corpus = make_corpus(tmp_path / "corpus.parquet", some_lengths(30, seed=10, longest=200), seed=10)
+        run = Run(corpus, tmp_path / "store", model, server, settings(server))
+        with Neighbours(server, health=False).around(2):  # its health check wants a detokenizer
+            summary = run.now()
+        run.must_end_well(summary)
+        assert hello(server).provenance["tp_size"] == "2"
+        log = server.log.read_text(errors="replace")
+        assert log.count("eyas: capturing") == 1, "more than one rank writes"
+
+
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = [*SERVER_FLAGS, "--dp-size", "2", "--enable-mixed-chunk"]
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1"}
-    with sglang_server(model, tmp_path_factory.mktemp("ranks"), flags=flags, env=env, quick=False) as running:
+    with sglang_server(model, tmp_path_factory.mktemp("ranks"), flags=flags, env=ENV, quick=False) as running:
         yield running
 
 
