@@ -41,7 +41,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 QUOTA, DISK = 2_400_000, "3m"
 ROWS = 60
-NO_TOKENIZER = ("--skip-tokenizer-init", "--disable-radix-cache")
 MAY_MOUNT = os.geteuid() == 0 and shutil.which("mount") is not None
 
 
@@ -58,7 +57,7 @@ def spool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(model: Path, injector: Injector, spool: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = [*SERVER_FLAGS, *NO_TOKENIZER]
+    flags = [*SERVER_FLAGS, "--skip-tokenizer-init", "--disable-radix-cache"]
     folder = tmp_path_factory.mktemp("disks")
     with sglang_server(model, folder, flags=flags, env=injector.env, spool=spool, quota_bytes=QUOTA) as running:
         yield running
@@ -122,7 +121,7 @@ def test_over_quota_rows_wait_and_cost_no_attempt(
     for path in _records(server, strangers):
         path.unlink()
     assert summary.waits > 0
-    assert run.retried_for("spool-full") == 0
+    assert summary.retries == run.retried_for("connection-lost")  # a busy server may drop an idle connection
     run.must_end_well(summary)
 
 

@@ -52,7 +52,7 @@ from sglang_cpu.models import VOCAB_SIZE
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-POOL = 1100
+POOL = 1100  # tokens: the longest row fits, and not all users of a test
 TAKEN_BACK = "KV cache pool is full"  # what the server logs of it
 
 
