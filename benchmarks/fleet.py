@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eyas.serve import installed_sglang, serve_command
+from eyas.serve import draft_command, installed_sglang, serve_command
 
 _STATE = "fleet.json"
 
@@ -73,7 +73,9 @@ class Wanted:
         flags: SGLang's.
         gpu: its number; None leaves the choice to CUDA.
         capture: False is a server as SGLang comes: no capture flag, no plugin.
-        settings: keyword arguments of `serve_command`.
+        settings: keyword arguments of `serve_command`, with a draft of `draft_command`.
+        draft: exported drafter to serve with; nothing is captured then.
+        chats: it has its tokenizer, and answers chats.
     """
 
     name: str
@@ -82,6 +84,8 @@ class Wanted:
     gpu: int | None = None
     capture: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
+    draft: Path | None = None
+    chats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,20 +156,18 @@ def stop(folder: Path) -> None:
 
 def _launch(options: Options, want: Wanted, folder: Path, port: int) -> tuple[Running, subprocess.Popen[bytes]]:
     spool, log = folder / f"spool-{want.name}", folder / f"{want.name}.log"
-    command = serve_command(
-        str(want.model),
-        port=port,
-        spool=spool,
-        sglang_version=options.sglang,
-        python=options.python,
-        extra=["--skip-tokenizer-init", "--sleep-on-idle", *shlex.split(options.flags), *want.flags],
-        **want.settings,
-    )
+    tokenizer = () if want.chats else ("--skip-tokenizer-init",)
+    extra = [*tokenizer, "--sleep-on-idle", *shlex.split(options.flags), *want.flags]
+    served: dict[str, Any] = {"port": port, "python": options.python, "extra": extra, **want.settings}
+    if want.draft is not None:
+        command = draft_command(str(want.model), want.draft, **served)
+    else:
+        command = serve_command(str(want.model), spool=spool, sglang_version=options.sglang, **served)
+    capture = want.capture and want.draft is None
     argv = list(command.argv)
-    if not want.capture:
-        first, last = argv.index("--host") + 2, argv.index("--skip-tokenizer-init")
-        argv = [*argv[:first], *argv[last:]]  # between them are the capture flags
-    env = {**os.environ, **(command.env if want.capture else {}), "HF_HUB_OFFLINE": "1"}
+    if not want.capture and want.draft is None:
+        argv = [*argv[: argv.index("--host") + 2], *extra]  # between them are the capture flags
+    env = {**os.environ, **(command.env if capture else {}), "HF_HUB_OFFLINE": "1"}
     if options.pythonpath:
         env["PYTHONPATH"] = options.pythonpath
     if want.gpu is not None:
@@ -176,7 +178,7 @@ def _launch(options: Options, want: Wanted, folder: Path, port: int) -> tuple[Ru
             argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     url = f"http://127.0.0.1:{port}"
-    return Running(want.name, url, str(spool), str(log), str(want.model), process.pid, want.capture), process
+    return Running(want.name, url, str(spool), str(log), str(want.model), process.pid, capture), process
 
 
 def _write(folder: Path, fleet: Mapping[str, Running]) -> None:

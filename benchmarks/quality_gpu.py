@@ -1,0 +1,319 @@
+"""What drafters are worth, from prompts to the real server: one target, one corpus of its own answers, one store.
+
+    python benchmarks/quality_gpu.py corpus --work W --target MODEL --prompts train/*.jsonl --store all loss fp8
+    python benchmarks/quality_gpu.py train --work W --target MODEL --gpus 2 lr-1e-4 lr-3e-4 lr-1e-3
+    python benchmarks/quality_gpu.py live --work W --target MODEL --gpus 2 --questions eval/*/question.jsonl
+    python benchmarks/quality_gpu.py simulate --work W --target MODEL lr-1e-4 lr-3e-4 lr-1e-3
+    python benchmarks/quality_gpu.py collect --work W --out acceptance.json
+
+Every step is made of `eyas` commands, prints them, and is gone on with when it is called again: what is complete in W
+is left alone. `W/heads/NAME` is an exported drafter and `W/heads/NAME.json` what is known of its training; drafters of
+other trainers are put beside ours by `benchmarks/peers/train_on_store.py` and exported by the step `heads`.
+
+    corpus   the target answers the prompts, answers become a corpus, states of it a store for each of --store
+    train    named runs of RUNS, `--at-once` on each GPU; seconds count only where it is 1
+    heads    exports drafters that other trainers left in W/peers/NAME/head
+    simulate acceptance on rows that no trainer saw
+    live     SGLang with each drafter and without: acceptance and tokens/s, by requests at a time
+    collect  all of it as a list
+
+`--pythonpath`, `--python`, `--sglang`, `--flags` say how SGLang runs there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import fleet
+from fleet import Options, Wanted
+
+#: Stores by name: settings of the server that captures, and of `eyas extract`.
+STORES: Final[dict[str, dict[str, str]]] = {
+    "loss": {"last": "loss", "dtype": "bf16"},
+    "all": {"last": "all", "dtype": "bf16"},
+    "fp8": {"last": "loss", "dtype": "fp8_e4m3"},
+}
+#: Rows that no trainer sees.
+HELD_OUT: Final = 0.03
+#: Of every run, unless it says otherwise.
+BASE: Final[dict[str, Any]] = {
+    "vocab_size": 16384,
+    "batch_tokens": 8192,
+    "steps": 7,
+    "epochs": 2,
+    "seed": 0,
+    "eval_share": HELD_OUT,
+    "eval_every": 100_000,
+    "save_every": 100_000,
+}
+#: What sets a run apart; "store" names the store.
+RUNS: Final[dict[str, dict[str, Any]]] = {
+    **{f"lr-{lr}": {"lr": lr} for lr in ("1e-4", "3e-4", "1e-3", "3e-3")},
+    **{f"seed-{seed}": {"seed": seed} for seed in (1, 2)},
+    "classic": {"mask": "classic", "normaliser": "classic"},
+    "drop": {"oov": "drop"},
+    "vocab-8k": {"vocab_size": 8192},
+    "vocab-49k": {"vocab_size": 49152},
+    "fp8": {"store": "fp8"},
+    "last-all": {"store": "all"},
+    "k3": {"steps": 3},
+    "k5": {"steps": 5},
+}
+
+
+def eyas(*words: object, gpu: int | None = None, may_end_with: Sequence[int] = (0,)) -> None:
+    """One command of the product. Raises CalledProcessError."""
+    argv = [sys.executable, "-m", "eyas", *map(str, words)]
+    print(f"$ eyas {shlex.join(argv[3:])}", flush=True)
+    env = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+    done = subprocess.run(argv, env=env, check=False)
+    if done.returncode not in may_end_with:
+        raise subprocess.CalledProcessError(done.returncode, argv)
+
+
+def settings(section: str, values: dict[str, Any]) -> list[str]:
+    return [word for key, value in values.items() for word in ("--set", f"{section}.{key}={value}")]
+
+
+def over_gpus(gpus: Sequence[int], at_once: int, jobs: Iterable[Callable[[int], None]]) -> None:
+    """Run jobs, each told its GPU, `at_once` on each; the first failure is raised when all have ended."""
+    free: queue.Queue[int] = queue.Queue()
+    for gpu in list(gpus) * at_once:
+        free.put(gpu)
+
+    def one(job: Callable[[int], None]) -> None:
+        gpu = free.get()
+        try:
+            job(gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(len(gpus) * at_once) as pool:
+        for future in [pool.submit(one, job) for job in jobs]:
+            future.result()
+
+
+# --- corpus and stores ------------------------------------------------------------------------------------------------
+
+
+def corpus(args: argparse.Namespace) -> None:
+    """Answers, corpus, stores; the servers stay only as long."""
+    work: Path = args.work
+    missing = [name for name in args.store if not (work / f"store-{name}" / "manifest.json").exists()]
+    if not missing and (work / "corpus").exists():
+        return
+    flags = ("--max-running-requests", "512", "--chunked-prefill-size", "8192")
+    wanted = [
+        Wanted(f"capture-{name}", args.target, flags, args.gpus[0], settings=STORES[name], chats=True)
+        for name in missing or args.store[:1]
+    ]
+    with fleet.started(Options.of(args), wanted, work / "servers") as running:
+        servers = list(running.values())
+        if not (work / "corpus").exists():
+            answer(args, servers[0].url)
+        for name in missing:
+            server = running[f"capture-{name}"]
+            said = [*settings("capture", STORES[name]), *settings("server", {"spool": server.spool})]
+            said += settings("extract", {"window_requests": 64})
+            eyas("extract", work / "corpus", work / f"store-{name}", "--server", server.url, *said)
+    for name in missing:
+        store = work / f"store-{name}"
+        eyas("verify", store, "--corpus", work / "corpus", "--against", args.target, "--sample", 16, gpu=args.gpus[0])
+
+
+def answer(args: argparse.Namespace, url: str) -> None:
+    """The target answers every prompt; the answers become a corpus."""
+    answers, began = args.work / "answers.jsonl", time.monotonic()
+    said = {"temperature": 0.7, "seed": 0, "max_tokens": 512, "in_flight": 512, "stream": "false"}
+    if args.prompts:
+        words = ("regenerate", *args.prompts, "--server", url, "--out", answers, *settings("regenerate", said))
+        eyas(*words, may_end_with=(0, 6))
+        print(f"answered in {time.monotonic() - began:.0f} s", flush=True)
+    eyas("prepare", answers, "--target", args.target, "--out", args.work / "corpus", "--set", "prepare.max_tokens=2048")
+
+
+# --- drafters ---------------------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> None:
+    """The named runs, each exported."""
+    work: Path = args.work
+    (work / "heads").mkdir(exist_ok=True)
+
+    def run(name: str) -> Callable[[int], None]:
+        def job(gpu: int) -> None:
+            said = BASE | {"lr": args.lr, "epochs": args.epochs} | RUNS[name]
+            store = work / f"store-{said.pop('store', 'loss')}"
+            out = work / "runs" / name
+            words = ("--store", store, "--corpus", work / "corpus", "--out", out)
+            eyas("train", *words, *settings("train", said), gpu=gpu)
+            export(work, name, out, args.target, gpu, training_of(out) | {"trainer": "eyas", "settings": RUNS[name]})
+
+        return job
+
+    todo = [name for name in args.names if not (work / "heads" / f"{name}.json").exists()]
+    over_gpus(args.gpus, args.at_once, map(run, todo))
+
+
+def training_of(run: Path) -> dict[str, Any]:
+    """What the log of a run says of it: tokens, and seconds from its first event to its last."""
+    log = max((run / "events").glob("*.jsonl"))
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    start, end = events[0], next(event for event in reversed(events) if event["event"] == "end")
+    losses = [event["loss"] for event in events if event["event"] == "train"]
+    simulated = [event["accept_length"] for event in events if event["event"] == "eval"]
+    return {
+        "seed": start["settings"]["seed"],
+        "lr": start["settings"]["lr"],
+        "steps": end["step"],
+        "train_tokens": end["tokens"],
+        "gpu_seconds": round(end["t"] - start["t"], 1),
+        "tokens_per_s": [event["tokens_per_s"] for event in events if event["event"] == "train"][-1],
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "accept_length_held_out": simulated[-1] if simulated else None,
+    }
+
+
+def export(work: Path, name: str, source: Path, target: Path, gpu: int, known: dict[str, Any]) -> None:
+    head = work / "heads" / name
+    eyas("export", source, "--out", head, "--target", target, "--force", gpu=gpu)
+    (work / "heads" / f"{name}.json").write_text(json.dumps({"head": name} | known, indent=1) + "\n")
+
+
+def heads(args: argparse.Namespace) -> None:
+    """Drafters of other trainers, in W/peers/NAME: head and result.json."""
+    (args.work / "heads").mkdir(exist_ok=True)
+    for result in sorted((args.work / "peers").glob("*/result.json")):
+        name = result.parent.name
+        if not (args.work / "heads" / f"{name}.json").exists():
+            known = json.loads(result.read_text())
+            export(args.work, name, result.parent / "head", args.target, args.gpus[0], known)
+
+
+def simulate(args: argparse.Namespace) -> None:
+    """Acceptance on the held-out rows of the store: what chooses among learning rates."""
+
+    def job(name: str) -> Callable[[int], None]:
+        def run(gpu: int) -> None:
+            words = ("--store", args.work / "store-loss", "--corpus", args.work / "corpus", "--target", args.target)
+            said = {"held_out": HELD_OUT, "out": args.work / "results" / name, "limit": args.limit}
+            eyas("evaluate", args.work / "heads" / name, *words, *settings("evaluate", said), gpu=gpu)
+
+        return run
+
+    over_gpus(args.gpus, args.at_once, map(job, args.names or named(args.work)))
+
+
+def named(work: Path) -> list[str]:
+    return sorted(path.stem for path in (work / "heads").glob("*.json"))
+
+
+# --- in servers -------------------------------------------------------------------------------------------------------
+
+
+def live(args: argparse.Namespace) -> None:
+    """All servers start together; then one at a time on each GPU is asked, those without a drafter first."""
+    work, names = args.work, args.names or named(args.work)
+    flags = ("--max-running-requests", str(max(args.at_a_time)), "--disable-radix-cache")
+    wanted = [Wanted("plain", args.target, flags, args.gpus[0], capture=False, chats=True)]
+    for number, name in enumerate(names):
+        gpu = args.gpus[number % len(args.gpus)]
+        wanted.append(Wanted(name, args.target, flags, gpu, draft=work / "heads" / name, chats=True))
+    with fleet.started(Options.of(args), wanted, work / "servers") as running:
+        plain, without = work / "results" / "plain", running["plain"].url
+        for questions in args.questions:
+            ask(args, questions, work / "heads" / names[0], baseline=without, out=plain)
+
+        def job(number: int) -> Callable[[int], None]:
+            def run(gpu: int) -> None:
+                for name in names[number :: len(args.gpus)]:
+                    for questions in args.questions:
+                        earlier = plain / f"evaluation-{questions.parent.name}-sglang-live-d0.json"
+                        out = work / "results" / name
+                        ask(args, questions, work / "heads" / name, earlier, running[name].url, out=out)
+
+            return run
+
+        over_gpus(args.gpus, 1, map(job, range(len(args.gpus))))
+
+
+def ask(
+    args: argparse.Namespace, questions: Path, head: Path, baseline: str | Path, server: str = "", *, out: Path
+) -> None:
+    said = {
+        "concurrency": json.dumps(args.at_a_time),
+        "max_new_tokens": args.max_new_tokens,
+        "out": out,
+    }
+    words = ["evaluate", head, "--target", args.target, "--questions", questions, "--baseline-server", baseline]
+    words += ["--server", server] if server else []
+    more = ["--set", f"evaluate.limit={args.limit}"] if args.limit else []
+    eyas(*words, *settings("evaluate", said), *more)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def collect(args: argparse.Namespace) -> None:
+    """One entry for each drafter, benchmark, mode and number of requests at a time."""
+    rows: list[dict[str, Any]] = []
+    for path in sorted((args.work / "results").glob("*/evaluation-*.json")):
+        known_file = args.work / "heads" / f"{path.parent.name}.json"
+        if path.parent.name == "plain" or not known_file.exists():
+            continue
+        known, found = json.loads(known_file.read_text()), json.loads(path.read_text())
+        rows += [entry(known, found, result) for result in found["results"] if result["category"] == "all"]
+    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    print(f"{len(rows)} entries in {args.out}")
+
+
+def entry(known: dict[str, Any], found: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    keys = ("head", "trainer", "seed", "lr", "train_tokens", "gpu_seconds", "settings")
+    measured = ("prompts", "tokens", "cycles", "accept_length", "accept_by_position", "ci95", "concurrency")
+    return {
+        **{key: known.get(key) for key in keys},
+        **{key: found[key] for key in ("benchmark", "engine", "mode", "depth", "topk", "sampling")},
+        **{key: result[key] for key in (*measured, "tokens_per_s", "speedup", "ttft_ms")},
+        **{key: found[key] for key in ("versions", "notes", "command", "date")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    steps = {each.__name__: each for each in (corpus, train, heads, simulate, live, collect)}
+    parser.add_argument("step", choices=list(steps))
+    parser.add_argument("names", nargs="*", help="runs, or heads; default: all heads")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--target", type=Path, help="the model's folder")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[0], help="their numbers")
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", default=[], help="chat files; none: W/answers.jsonl is there"
+    )
+    parser.add_argument("--store", nargs="+", choices=list(STORES), default=["loss"])
+    parser.add_argument("--lr", default="1e-3", help="of runs that name none")
+    parser.add_argument("--epochs", type=int, default=BASE["epochs"])
+    parser.add_argument("--at-once", type=int, default=1, help="runs on each GPU")
+    parser.add_argument("--questions", type=Path, nargs="+", default=[])
+    parser.add_argument("--at-a-time", type=int, nargs="+", default=[1, 8, 32], help="requests")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--limit", type=int, default=0, help="questions, or rows")
+    parser.add_argument("--out", type=Path)
+    Options.add_to(parser)
+    args = parser.parse_args()
+    steps[args.step](args)
+
+
+if __name__ == "__main__":
+    main()
