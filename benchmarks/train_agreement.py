@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers.training import prepare_peers, specforge_parts, speculators_parts
+from peers.standins import prepare_peers
+from peers.training import specforge_parts, speculators_parts
 from torch import Tensor
 from training_batch import SHAPES, Made, make
 

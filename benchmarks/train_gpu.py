@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers.training import build_specforge, build_speculators, prepare_peers
+from peers.standins import prepare_peers
+from peers.training import build_specforge, build_speculators
 from torch import Tensor
 from training_batch import SHAPES, Made, make
 
