@@ -122,6 +122,11 @@ def _write_some(store: Path, folder: Path, write: WriteRow, task: Sequence[tuple
     return counts
 
 
+def read_counts(folder: Path) -> list[int]:
+    """Tokens of each row of a complete layout."""
+    return json.loads((folder / _DONE).read_text())["tokens"]
+
+
 def read_numbers(path: Path | None) -> list[int] | None:
     """Row numbers of a file, one a line; None without a file."""
     return None if path is None else [int(line) for line in path.read_text().split()]

@@ -91,6 +91,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, help="corpus rows to train on, one number a line; default: all")
     parser.add_argument("--layout", type=Path, help="folder of the peer's files, for this and later runs")
     parser.add_argument("--processes", type=int, default=cores(), help="that write them")
+    parser.add_argument("--norms", choices=["3.1", "plain", "own"], default="3.1", help="of speculators' draft")
+    parser.add_argument("--optimizer", choices=["muon", "adamw"], help="of speculators; default: its own")
     parser.add_argument("--workers", type=int, help="of speculators' loader; default: its own")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
