@@ -14,8 +14,7 @@ steps of the test, seed) these are not its defaults:
     batch_size                 rows that have about --batch-tokens tokens in the mean, instead of 1; an epoch's last,
                                incomplete batch is left out, as it does
     max_length                 the longest row, instead of 2048, so that no row is cut
-    draft config               what it derives from the target, with the vocabulary's size, the store's layers, and the
-                               target's RoPE: under transformers 5 it finds no rope_theta to copy and takes 10,000
+    draft config               what it derives from the target, with the vocabulary's size and the store's layers
     log_interval               twenty times a run instead of every 50 steps
     target                     a folder with its config, embeddings and lm_head: the head is read through an index
                                only, which a checkpoint of one file lacks, and by name, which tied ones lack
@@ -134,12 +133,8 @@ def _config(args: Any, layout: Layout, target: Path, out: Path) -> Any:
     config = config_type.model_validate(settings)
     provider = resolve(config).algorithm.providers.model.draft_config
     draft = loading.resolve_draft_config(config, provider=provider).to_dict()
-    text = importlib.import_module("transformers").AutoConfig.from_pretrained(str(target))
     draft |= {
         "draft_vocab_size": args.draft_vocab,
-        "rope_parameters": dict(text.rope_parameters),
-        "rope_theta": text.rope_parameters["rope_theta"],
-        "target_hidden_size": text.hidden_size,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layout.layers},
     }
     (out / "draft.json").write_text(json.dumps(draft, indent=1) + "\n")

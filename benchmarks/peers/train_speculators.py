@@ -189,7 +189,7 @@ def _model(cli: Any, options: argparse.Namespace, out: Path) -> Any:
 
 def _loader(options: argparse.Namespace, model: Any) -> Any:
     """Its loader over its data set of all rows."""
-    data = importlib.import_module("speculators.train.data")
+    data: Any = importlib.import_module("speculators.train.data")
     dataloader = importlib.import_module("speculators.train.dataloader")
     shift = importlib.import_module("speculators.models.eagle3.data").shift_batch
     data.load_from_disk = open_table
