@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import http.server
+import io
 import json
 import resource
 import subprocess
@@ -14,10 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from typer.testing import CliRunner, Result
 
 import eyas
 from eyas.cli import app
+from eyas.cli.console import say_figures
 from eyas.data.corpus import CorpusMeta, CorpusWriter
 from servers import free_port
 from sglang_cpu.models import tiny_llama
@@ -356,3 +361,25 @@ def test_an_interrupt_while_python_tidies_up_changes_nothing(arguments: list[str
     )
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
+@pytest.mark.parametrize("columns", [1, 20, 79, 80, 109, 300])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_figure_of_a_table_is_cut_however_narrow_the_output(columns, terminal, monkeypatch):
+    written = io.StringIO()
+    narrow = Console(file=written, width=columns, force_terminal=terminal, emoji=False)
+    monkeypatch.setattr("eyas.cli.console.out", narrow)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    rows = [("at a time", "accepted", "by position"), ("1", "1.634", "0.405 0.396"), ("32", "12,345,678.9", "x" * 90)]
+    for name in rows[0]:
+        table.add_column(name, no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
+
+    say_figures(table)
+
+    plain = Text.from_ansi(written.getvalue()).plain
+    lines = [line for line in plain.splitlines() if line.strip()]
+    assert len(lines) == len(rows)
+    for line, row in zip(lines, rows, strict=True):
+        assert all(cell in line for cell in row)

@@ -11,10 +11,8 @@ from typing import Annotated
 import typer
 
 import eyas
-from eyas.cli.console import err, out, say_table
+from eyas.cli.console import err, out, say_figures, say_table
 from eyas.cli.options import ConfigFile, Overrides
-
-_TABLE_WIDTH = 110  # of figures in servers
 
 
 def train(
@@ -91,11 +89,11 @@ def evaluate(
     cfg, command = eyas.load_config(config, overrides, flags), shlex.join(["eyas", *sys.argv[1:]])
     if cfg.evaluate.server or cfg.evaluate.baseline_server:
         live = eyas.evaluate_served(draft, cfg, console=err, command=command)
-        out.print(live.table(), width=max(out.width, _TABLE_WIDTH), crop=False)
+        say_figures(live.table())
         say_table(live.lines())
         return
     done = eyas.evaluate_draft(draft, cfg.evaluate, console=err, command=command)
-    out.print(done.evaluation.table())
+    say_figures(done.evaluation.table())
     say_table([*(("note", note) for note in done.evaluation.notes), ("written", str(done.path))])
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import eyas
-from eyas.cli.console import err, out, say_table
+from eyas.cli.console import err, out, say_figures, say_table
 from eyas.cli.options import ConfigFile, Overrides
 
 
@@ -54,7 +54,7 @@ def extract(  # noqa: PLR0913, PLR0917  flags are for people
     cfg = eyas.load_config(config, overrides, flags)
     if plan:
         forecast = eyas.plan_extraction(corpus, store, cfg=cfg, model=model, server=server)
-        out.print(forecast.table(), highlight=False)
+        say_figures(forecast.table())
         forecast.check(store)
         return
     summary = eyas.extract_states(
