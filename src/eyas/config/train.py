@@ -59,9 +59,9 @@ class TrainConfig(Section):
     """Optimiser steps after which the run ends, whatever `epochs` says."""
     seed: int = 0
     """Of the weights, the order of rows and the evaluation split."""
-    readers: Annotated[int, Field(ge=0, le=64)] = 2
+    readers: Annotated[int, Field(ge=0, le=64)] = 4
     """Threads that read ahead; 0 reads between the steps."""
-    prefetch: Positive = 4
+    prefetch: Positive = 8
     """Packed batches that wait, read, for their turn."""
     follow: bool = False
     """Read a store that is still being written: its complete shards, in their order, and wait for more."""

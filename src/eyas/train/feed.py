@@ -60,8 +60,8 @@ class Reading:
         poll_s, patience_s: seconds between looks at a store that is being written, and longest without anything new.
     """
 
-    threads: int = 2
-    prefetch: int = 4
+    threads: int = 4
+    prefetch: int = 8
     floats: torch.dtype | None = None
     pin: bool | None = None
     verify: bool = True
