@@ -9,8 +9,8 @@ from typing import Any, Final
 import httpx
 
 from eyas.config import ServerConfig
+from eyas.connections import Connections
 from eyas.errors import ConfigError, EngineError, cause_of
-from eyas.extract.connections import Connections
 
 API_KEY_ENV: Final = "EYAS_API_KEY"  # what the settings do not give
 SHORT_TIMEOUT_S: Final = 15.0  # connecting, and questions that need no forward

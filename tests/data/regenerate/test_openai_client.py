@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from decimal import Decimal
 from typing import Any
 
@@ -128,3 +129,31 @@ def test_a_slow_stream_has_one_deadline_however_alive_it_keeps(act: Act) -> None
         [fault] = asked(server, "q", timeout_s=0.3)
     assert isinstance(fault, Fault)
     assert (fault.reason, fault.charged) == ("timeout", True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_costs_no_more_among_hundreds_in_flight(stream: bool) -> None:
+    """httpx's own pool looks at every connection whenever a request begins or ends: tenfold at 400."""
+
+    def cost_s(in_flight: int, requests: int) -> float:
+        async def ask() -> float:
+            client, gate = OpenAIClient(server.url), asyncio.Semaphore(in_flight)
+
+            async def one(number: int) -> None:
+                async with gate:
+                    fields = {"model": MODEL, "messages": [{"role": "user", "content": f"{in_flight} {number}"}]}
+                    await client.ask(Request(fields, 60.0, stream))
+
+            began = time.thread_time()  # the server's thread is not counted
+            await asyncio.gather(*map(one, range(requests)))
+            spent = time.thread_time() - began
+            await client.close()
+            return spent / requests
+
+        return asyncio.run(ask())
+
+    with running(OpenAIServer(lambda body, before: Act(pause_s=0.2))) as server:
+        cost_s(16, 32)  # imports
+        few = min(cost_s(16, 64) for _ in range(2))
+        many = min(cost_s(400, 800) for _ in range(2))
+    assert many < 3 * few

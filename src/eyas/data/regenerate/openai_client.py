@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -17,6 +18,7 @@ import httpx
 import openai
 from openai import AsyncOpenAI, AsyncStream
 
+from eyas.connections import Connections
 from eyas.data.regenerate.budget import Usage
 from eyas.data.regenerate.openai_faults import Fault, FaultKind, ServerAway, clean, fault_of_error, fault_of_status
 from eyas.data.regenerate.openai_stream import StreamedAnswer
@@ -74,11 +76,15 @@ class OpenAIClient:
         if not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError("the API key holds characters that a key cannot have", hint="see regenerate.api_key_env")
         self._usage_on_request = True
+        # A proxy for the web must not swallow requests to the next rack.
+        proxied = not _is_near(parsed.host) and bool(urllib.request.getproxies())
+        if transport is None and not proxied:
+            transport = Connections(httpx.create_ssl_context(), _KEEP_ALIVE_S)
         http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
             # The caller bounds what is in flight.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
-            trust_env=not _is_near(parsed.host),  # a proxy for the web must not swallow requests to the next rack
+            trust_env=proxied,
             follow_redirects=False,  # a key is for the server it was given for
             transport=transport,
         )

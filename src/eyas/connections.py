@@ -10,7 +10,7 @@ from __future__ import annotations
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import Final
 
 import httpcore
@@ -96,11 +96,13 @@ class _Body(httpx.AsyncByteStream):
     def __init__(
         self, lent_by: Connections, connection: httpcore.AsyncHTTPConnection, answer: httpcore.Response
     ) -> None:
-        self._lent_by, self._connection, self._answer = lent_by, connection, answer
+        self._lent_by, self._connection, self._answer, self._closed = lent_by, connection, answer, False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        """What is left of it: openai reads a stream to its end in a second loop."""
+        assert isinstance(self._answer.stream, AsyncIterable)
         try:
-            async for part in self._answer.aiter_stream():
+            async for part in self._answer.stream:
                 yield part
         except Exception as error:
             if (known := ERRORS.get(type(error))) is not None:
@@ -108,5 +110,8 @@ class _Body(httpx.AsyncByteStream):
             raise
 
     async def aclose(self) -> None:
+        if self._closed:
+            return  # the connection may be another request's by now
+        self._closed = True
         await self._answer.aclose()
         await self._lent_by.keep(self._connection)

@@ -8,7 +8,7 @@ import httpcore
 import httpx
 import pytest
 
-from eyas.extract.connections import ERRORS, Connections
+from eyas.connections import ERRORS, Connections
 
 REPLY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -165,5 +165,29 @@ def test_a_cancelled_request_takes_its_connection_with_it() -> None:
         listener.gate.set()
         assert (await client.get("/")).text == "ok"
         assert listener.accepted == 2
+
+    with_listener(work)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_reply_may_be_read_in_several_loops_and_closed_twice(parts: int) -> None:
+    """As openai does: it stops at a stream's last event, and reads what is behind it to give the connection back."""
+
+    async def work(listener: Listener, client: httpx.AsyncClient) -> None:
+        chunks = b"".join(b"4\r\npart\r\n" for _ in range(parts))
+        listener.reply = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+        for _ in range(3):
+            reply = await client.send(client.build_request("GET", "/"), stream=True)
+            body = reply.stream
+            assert isinstance(body, httpx.AsyncByteStream)
+            first = aiter(body)
+            read = [await anext(first)]
+            read += [part async for part in body]
+            await body.aclose()
+            await body.aclose()
+            assert b"".join(read) == b"part" * parts
+        flying = await asyncio.gather(*(client.get("/") for _ in range(2)))
+        assert {reply.text for reply in flying} == {"part" * parts}
+        assert listener.accepted == 2  # the one that was closed twice carried one of the two
 
     with_listener(work)
