@@ -1,17 +1,20 @@
 """What drafters are worth, from prompts to the real server: one target, one corpus of its own answers, one store.
 
-    python benchmarks/quality_gpu.py corpus --work W --target MODEL --prompts train/*.jsonl --store all loss fp8
-    python benchmarks/quality_gpu.py train --work W --target MODEL --gpus 2 lr-1e-4 lr-3e-4 lr-1e-3
-    python benchmarks/quality_gpu.py live --work W --target MODEL --gpus 2 --questions eval/*/question.jsonl
-    python benchmarks/quality_gpu.py simulate --work W --target MODEL lr-1e-4 lr-3e-4 lr-1e-3
-    python benchmarks/quality_gpu.py collect --work W --out acceptance.json
+    run() { python benchmarks/quality_gpu.py "$@" --work W --target MODEL --gpus 0 1; }
+    run corpus --answers benchmarks/data/smollm2-answers.jsonl.xz --store loss all fp8
+    run train lr-1e-3 lr-3e-3
+    run peers specforge-1e-3 speculators-1e-3
+    run heads
+    run simulate
+    run live --questions eval/*/question.jsonl
+    run collect --out acceptance.json
 
 Every step is made of `eyas` commands, prints them, and is gone on with when it is called again: what is complete in W
-is left alone. `W/heads/NAME` is an exported drafter and `W/heads/NAME.json` what is known of its training; drafters of
-other trainers are put beside ours by `benchmarks/peers/train_on_store.py` and exported by the step `heads`.
+is left alone. `W/heads/NAME` is an exported drafter and `W/heads/NAME.json` what is known of its training.
 
     corpus   the target answers the prompts, answers become a corpus, states of it a store for each of --store
     train    named runs of RUNS, `--at-once` on each GPU; seconds count only where it is 1
+    peers    runs of SpecForge and speculators, specforge-LR and speculators-LR, by peers/train_on_store.py
     heads    exports drafters that other trainers left in W/peers/NAME/head
     simulate acceptance on rows that no trainer saw
     live     SGLang with each drafter and without: acceptance and tokens/s, by requests at a time
@@ -23,10 +26,13 @@ other trainers are put beside ours by `benchmarks/peers/train_on_store.py` and e
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import lzma
 import os
 import queue
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -36,7 +42,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import fleet
-from fleet import Options, Wanted
+import numpy as np
+import torch
+from fleet import Options, Running, Wanted
+
+from eyas.capture.contract import field_hash
+from eyas.data.corpus import Corpus
+from eyas.train.sampler import is_held_out
 
 #: Stores by name: settings of the server that captures, and of `eyas extract`.
 STORES: Final[dict[str, dict[str, str]]] = {
@@ -110,37 +122,52 @@ def over_gpus(gpus: Sequence[int], at_once: int, jobs: Iterable[Callable[[int], 
 def corpus(args: argparse.Namespace) -> None:
     """Answers, corpus, stores; the servers stay only as long."""
     work: Path = args.work
+    work.mkdir(parents=True, exist_ok=True)
     missing = [name for name in args.store if not (work / f"store-{name}" / "manifest.json").exists()]
+    if args.answers and not (work / "corpus").exists():
+        with lzma.open(args.answers) as packed, (work / "answers.jsonl").open("wb") as plain:
+            shutil.copyfileobj(packed, plain)
+        tokenise(args)
     if not missing and (work / "corpus").exists():
         return
-    flags = ("--max-running-requests", "512", "--chunked-prefill-size", "8192")
+    flags = ("--max-running-requests", "256", "--chunked-prefill-size", "8192")
     wanted = [
         Wanted(f"capture-{name}", args.target, flags, args.gpus[0], settings=STORES[name], chats=True)
         for name in missing or args.store[:1]
     ]
     with fleet.started(Options.of(args), wanted, work / "servers") as running:
-        servers = list(running.values())
         if not (work / "corpus").exists():
-            answer(args, servers[0].url)
-        for name in missing:
-            server = running[f"capture-{name}"]
-            said = [*settings("capture", STORES[name]), *settings("server", {"spool": server.spool})]
-            said += settings("extract", {"window_requests": 64})
-            eyas("extract", work / "corpus", work / f"store-{name}", "--server", server.url, *said)
+            answer(args, next(iter(running.values())).url)
+            tokenise(args)
+        with ThreadPoolExecutor(len(missing)) as pool:
+            list(pool.map(lambda name: extract(args, name, running[f"capture-{name}"]), missing))
     for name in missing:
         store = work / f"store-{name}"
         eyas("verify", store, "--corpus", work / "corpus", "--against", args.target, "--sample", 16, gpu=args.gpus[0])
 
 
 def answer(args: argparse.Namespace, url: str) -> None:
-    """The target answers every prompt; the answers become a corpus."""
-    answers, began = args.work / "answers.jsonl", time.monotonic()
-    said = {"temperature": 0.7, "seed": 0, "max_tokens": 512, "in_flight": 512, "stream": "false"}
-    if args.prompts:
-        words = ("regenerate", *args.prompts, "--server", url, "--out", answers, *settings("regenerate", said))
-        eyas(*words, may_end_with=(0, 6))
-        print(f"answered in {time.monotonic() - began:.0f} s", flush=True)
-    eyas("prepare", answers, "--target", args.target, "--out", args.work / "corpus", "--set", "prepare.max_tokens=2048")
+    """The target answers every prompt."""
+    began = time.monotonic()
+    said = {"temperature": 0.7, "seed": 0, "max_tokens": 512, "in_flight": 256, "stream": "false"}
+    words = ("regenerate", *args.prompts, "--server", url, "--out", args.work / "answers.jsonl")
+    eyas(*words, *settings("regenerate", said), may_end_with=(0, 6))
+    print(f"answered in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def tokenise(args: argparse.Namespace) -> None:
+    """The corpus of the answers, and the numbers of its rows that are trained on, for trainers that take them."""
+    folder = args.work / "corpus"
+    eyas("prepare", args.work / "answers.jsonl", "--target", args.target, "--out", folder)
+    tokens = [row.tokens.astype(np.int32).tobytes() for row in Corpus.open(folder).rows()]
+    out = is_held_out(np.array(list(map(field_hash, tokens)), dtype=np.uint64), HELD_OUT)
+    (args.work / "rows.txt").write_text("".join(f"{row}\n" for row in np.flatnonzero(~out)))
+
+
+def extract(args: argparse.Namespace, name: str, server: Running) -> None:
+    said = [*settings("capture", STORES[name]), *settings("server", {"spool": server.spool})]
+    said += settings("extract", {"window_requests": 128})
+    eyas("extract", args.work / "corpus", args.work / f"store-{name}", "--server", server.url, *said)
 
 
 # --- drafters ---------------------------------------------------------------------------------------------------------
@@ -158,7 +185,9 @@ def train(args: argparse.Namespace) -> None:
             out = work / "runs" / name
             words = ("--store", store, "--corpus", work / "corpus", "--out", out)
             eyas("train", *words, *settings("train", said), gpu=gpu)
-            export(work, name, out, args.target, gpu, training_of(out) | {"trainer": "eyas", "settings": RUNS[name]})
+            export(
+                work, name, out, args.target, gpu, training_of(out) | {"at_once": args.at_once, "settings": RUNS[name]}
+            )
 
         return job
 
@@ -172,8 +201,9 @@ def training_of(run: Path) -> dict[str, Any]:
     events = [json.loads(line) for line in log.read_text().splitlines()]
     start, end = events[0], next(event for event in reversed(events) if event["event"] == "end")
     losses = [event["loss"] for event in events if event["event"] == "train"]
-    simulated = [event["accept_length"] for event in events if event["event"] == "eval"]
+    held_out = [event for event in events if event["event"] == "eval"][-1]
     return {
+        "trainer": "eyas",
         "seed": start["settings"]["seed"],
         "lr": start["settings"]["lr"],
         "steps": end["step"],
@@ -182,24 +212,73 @@ def training_of(run: Path) -> dict[str, Any]:
         "tokens_per_s": [event["tokens_per_s"] for event in events if event["event"] == "train"][-1],
         "first_loss": losses[0],
         "last_loss": losses[-1],
-        "accept_length_held_out": simulated[-1] if simulated else None,
+        "held_out": {
+            "prompts": held_out["eval_rows"],
+            "accept_length": held_out["accept_length"],
+            "ci95": [held_out["accept_length_low"], held_out["accept_length_high"]],
+            "accept_by_position": held_out["acceptance"],
+        },
+        "versions": {"torch": torch.__version__}
+        | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {"cpu": "a rehearsal"}),
+        "date": datetime.datetime.fromtimestamp(end["t"], datetime.UTC).date().isoformat(),
     }
 
 
-def export(work: Path, name: str, source: Path, target: Path, gpu: int, known: dict[str, Any]) -> None:
+def export(
+    work: Path, name: str, source: Path, target: Path, gpu: int, known: dict[str, Any], more: Sequence[str] = ()
+) -> None:
     head = work / "heads" / name
-    eyas("export", source, "--out", head, "--target", target, "--force", gpu=gpu)
+    eyas("export", source, "--out", head, "--target", target, "--force", *more, gpu=gpu)
     (work / "heads" / f"{name}.json").write_text(json.dumps({"head": name} | known, indent=1) + "\n")
+
+
+def peers(args: argparse.Namespace) -> None:
+    """Runs of other trainers, NAME-LR, by their own code; NAME-LR-try is another run of the same settings."""
+    script, work = Path(__file__).parent / "peers" / "train_on_store.py", args.work
+
+    def run(name: str) -> Callable[[int], None]:
+        def job(gpu: int) -> None:
+            trainer, _, lr = name.removesuffix("-try").partition("-")
+            flags = {
+                "store": work / "store-all",
+                "corpus": work / "corpus",
+                "target": args.target,
+                "out": work / "peers" / name,
+                "layout": work / f"layout-{trainer}",
+                "rows": work / "rows.txt",
+                "lr": lr,
+                "epochs": args.epochs,
+                "draft-vocab": BASE["vocab_size"],
+                "batch-tokens": BASE["batch_tokens"],
+                "steps": BASE["steps"],
+            }
+            flags |= {"max-steps": args.max_steps} if args.max_steps else {}
+            words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+            print(f"$ train_on_store.py {trainer} {shlex.join(words)}", flush=True)
+            env = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+            subprocess.run([sys.executable, script, trainer, *words], env=env, check=True)
+
+        return job
+
+    todo = [name for name in args.names if not (work / "peers" / name / "result.json").exists()]
+    over_gpus(args.gpus, args.at_once, map(run, todo))
 
 
 def heads(args: argparse.Namespace) -> None:
     """Drafters of other trainers, in W/peers/NAME: head and result.json."""
     (args.work / "heads").mkdir(exist_ok=True)
-    for result in sorted((args.work / "peers").glob("*/result.json")):
-        name = result.parent.name
-        if not (args.work / "heads" / f"{name}.json").exists():
-            known = json.loads(result.read_text())
-            export(args.work, name, result.parent / "head", args.target, args.gpus[0], known)
+    found = [result.parent for result in sorted((args.work / "peers").glob("*/result.json"))]
+    todo = [folder for folder in found if not (args.work / "heads" / f"{folder.name}.json").exists()]
+
+    def run(folder: Path) -> Callable[[int], None]:
+        def job(gpu: int) -> None:
+            known = json.loads((folder / "result.json").read_text())
+            more = settings("export", {"store": args.work / "store-loss"})
+            export(args.work, folder.name, folder / "head", args.target, gpu, known, more)
+
+        return job
+
+    over_gpus(args.gpus, 4, map(run, todo))
 
 
 def simulate(args: argparse.Namespace) -> None:
@@ -267,7 +346,12 @@ def ask(
 
 
 def collect(args: argparse.Namespace) -> None:
-    """One entry for each drafter, benchmark, mode and number of requests at a time."""
+    """An entry for each drafter, benchmark, mode and number of requests at a time; and one for each of our runs."""
+    if args.runs:
+        known = [json.loads((args.work / "heads" / f"{name}.json").read_text()) for name in named(args.work)]
+        ours = [run | run.pop("held_out") for run in known if "held_out" in run]
+        args.runs.write_text(json.dumps(ours, indent=1) + "\n")
+        print(f"{len(ours)} runs in {args.runs}")
     rows: list[dict[str, Any]] = []
     for path in sorted((args.work / "results").glob("*/evaluation-*.json")):
         known_file = args.work / "heads" / f"{path.parent.name}.json"
@@ -292,7 +376,7 @@ def entry(known: dict[str, Any], found: dict[str, Any], result: dict[str, Any]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    steps = {each.__name__: each for each in (corpus, train, heads, simulate, live, collect)}
+    steps = {each.__name__: each for each in (corpus, train, peers, heads, simulate, live, collect)}
     parser.add_argument("step", choices=list(steps))
     parser.add_argument("names", nargs="*", help="runs, or heads; default: all heads")
     parser.add_argument("--work", type=Path, required=True)
@@ -301,6 +385,8 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=Path, nargs="+", default=[], help="chat files; none: W/answers.jsonl is there"
     )
+    parser.add_argument("--answers", type=Path, help=".jsonl.xz of them, instead of prompts")
+    parser.add_argument("--max-steps", type=int, default=0, help="of other trainers: a rehearsal")
     parser.add_argument("--store", nargs="+", choices=list(STORES), default=["loss"])
     parser.add_argument("--lr", default="1e-3", help="of runs that name none")
     parser.add_argument("--epochs", type=int, default=BASE["epochs"])
@@ -310,6 +396,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--limit", type=int, default=0, help="questions, or rows")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--runs", type=Path, help="our runs by their held-out rows, as training evaluated them")
     Options.add_to(parser)
     args = parser.parse_args()
     steps[args.step](args)

@@ -36,6 +36,36 @@ _TRAINING = {
     "mfu": "MFU",
 }
 
+#: Key of a drafter's entry -> title of its column, where it was measured, and where training told.
+_ACCEPTANCE = {
+    "benchmark": "benchmark",
+    "mode": "mode",
+    "concurrency": "at a time",
+    "trainer": "trainer",
+    "head": "head",
+    "train_tokens": "tokens trained on",
+    "gpu_seconds": "GPU s",
+    "accept_length": "accepted",
+    "ci95": "95 %",
+    "accept_by_position": "by position",
+    "tokens_per_s": "tokens/s",
+    "speedup": "speed-up",
+}
+_RUNS = {
+    "head": "run",
+    "lr": "lr",
+    "seed": "seed",
+    "settings": "sets",
+    "steps": "steps",
+    "train_tokens": "tokens trained on",
+    "gpu_seconds": "GPU s",
+    "at_once": "runs on the GPU",
+    "last_loss": "last loss",
+    "accept_length": "accepted",
+    "ci95": "95 %",
+    "accept_by_position": "by position",
+}
+
 
 def cli_page() -> str:
     """The command reference, by typer's own generator."""
@@ -108,7 +138,25 @@ def _titled(result: Any) -> dict[str, Any]:
     """A result file as a table: those of capture speed are lists of entries, where each says where it was measured."""
     if isinstance(result, dict):
         return result
+    if "head" in result[0]:
+        return _drafters(result)
     return _training(result) if "trainer" in result[0] else _capture(result)
+
+
+def _drafters(result: list[dict[str, Any]]) -> dict[str, Any]:
+    """Drafters by what they are worth: in servers and offline, or by the rows that their training held out."""
+    measured = "benchmark" in result[0]
+    columns = _ACCEPTANCE if measured else _RUNS
+    return {
+        "title": "What drafters are worth" if measured else "Training runs by their held-out rows",
+        "what": "SmolLM2-135M-Instruct's drafters, trained on the same answers of the target; `benchmarks/quality_gpu.py` "
+        "says what is what. Shares by position are conditional."
+        + ("" if measured else " Acceptance is simulated on chains from every row, as training evaluates on its way."),
+        "date": ", ".join(sorted({entry["date"][:10] for entry in result})),
+        "versions": ", ".join(sorted({f"{k} {v}" for entry in result for k, v in entry["versions"].items()})),
+        "command": "python benchmarks/quality_gpu.py, step by step in benchmarks/quality_h200.sh",
+        "rows": [{title: entry.get(key) for key, title in columns.items()} for entry in result],
+    }
 
 
 def _training(result: list[dict[str, Any]]) -> dict[str, Any]:
