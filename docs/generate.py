@@ -149,7 +149,7 @@ def _drafters(result: list[dict[str, Any]]) -> dict[str, Any]:
     columns = _ACCEPTANCE if measured else _RUNS
     return {
         "title": "What drafters are worth" if measured else "Training runs by their held-out rows",
-        "what": "SmolLM2-135M-Instruct's drafters, trained on the same answers of the target; `benchmarks/quality_gpu.py` "
+        "what": "Drafters for SmolLM2-135M-Instruct, trained on the same answers; `benchmarks/quality_gpu.py` "
         "says what is what. Shares by position are conditional."
         + ("" if measured else " Acceptance is simulated on chains from every row, as training evaluates on its way."),
         "date": ", ".join(sorted({entry["date"][:10] for entry in result})),
