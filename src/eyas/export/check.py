@@ -315,7 +315,7 @@ def _check_target(
 ) -> None:
     """The target's embeddings and states against the probe's."""
     if not subject.is_here:
-        hint = "--target MODEL recomputes the probe's states"
+        hint = "eyas export --check DRAFT --target MODEL recomputes the probe's states"
         report.leave_open("states", "whether the layers that servers read are the ones it was trained on", hint)
         return
     if checkpoint.config.hidden_size == checkpoint.config.target_hidden_size:
