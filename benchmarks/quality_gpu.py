@@ -370,7 +370,8 @@ def entry(known: dict[str, Any], found: dict[str, Any], result: dict[str, Any]) 
         **{key: known.get(key) for key in keys},
         **{key: found[key] for key in ("benchmark", "engine", "mode", "depth", "topk", "sampling")},
         **{key: result[key] for key in (*measured, "tokens_per_s", "speedup", "ttft_ms")},
-        **{key: found[key] for key in ("versions", "notes", "command", "date")},
+        **{key: found[key] for key in ("versions", "notes", "date")},
+        "command": shlex.join("PATH" if word.startswith("/") else word for word in shlex.split(found["command"])),
     }
 
 
