@@ -16,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+#: In the folder of a store or of a run: its logs, one file a session. For people, no part of a format.
+EVENTS_DIR: Final = "events"
 #: Packages on which the numbers of a run depend.
 _TOLD: Final = ("eyas", "torch", "transformers")
 

@@ -27,12 +27,13 @@ from eyas.data.prepare import PrepareReport, prepare
 from eyas.data.template import Template
 from eyas.demo.answers import ANSWERS, AnswersReport, fast_dtype, make_answers, read_prompts
 from eyas.demo.worth import CHECK, EXPORTED, Worth, export_and_measure
+from eyas.events import EVENTS_DIR
 from eyas.extract.forecast import last_rate
 from eyas.extract.runner import Summary, extract
 from eyas.report import write_report
 from eyas.smollm2 import smollm2_dir
 from eyas.store.documents import read_store_info
-from eyas.store.format import EVENTS_DIR, STORE_FILE
+from eyas.store.format import STORE_FILE
 from eyas.train.run import TrainSummary, train
 from eyas.verify import Comparison, VerifyReport, verify
 

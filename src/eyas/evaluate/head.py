@@ -14,9 +14,9 @@ import torch
 
 from eyas.errors import ConfigError
 from eyas.evaluate.drafting import Drafter
+from eyas.events import EVENTS_DIR
 from eyas.target.checkpoint import Target
 from eyas.train.checkpoint_format import CONFIG_FILE, DraftCheckpoint
-from eyas.train.metrics import EVENTS_DIR
 from eyas.train.run import DRAFT
 
 

@@ -16,12 +16,12 @@ from typing import Any, Final
 from eyas.data.corpus import Corpus
 from eyas.disk import is_folder_there
 from eyas.errors import EyasError
+from eyas.events import EVENTS_DIR
 from eyas.store.documents import read_store_info
 from eyas.store.format import StoreInfo
 from eyas.target.checkpoint import read_config
 from eyas.train.checkpoint_format import SECTION
 
-EVENTS: Final = "events"
 DRAFT: Final = "draft"
 _EVALUATIONS: Final = "evaluation-*.json"
 
@@ -70,16 +70,16 @@ class RunFacts:
 def find_run(source: str | Path) -> tuple[str, Path | None]:
     """(the draft's folder or hub id, the run's folder if it has one) of what the user named."""
     folder = Path(source)
-    if is_folder_there(folder / DRAFT) and is_folder_there(folder / EVENTS):
+    if is_folder_there(folder / DRAFT) and is_folder_there(folder / EVENTS_DIR):
         return str(folder / DRAFT), folder
     parent = folder.absolute().parent
-    is_of_run = is_folder_there(folder) and folder.absolute().name == DRAFT and is_folder_there(parent / EVENTS)
+    is_of_run = is_folder_there(folder) and folder.absolute().name == DRAFT and is_folder_there(parent / EVENTS_DIR)
     return str(source), parent if is_of_run else None
 
 
 def read_run(folder: Path) -> RunFacts:
     """What there is to know of a run; a line of its log that was cut off is passed over."""
-    events = [event for path in sorted((folder / EVENTS).glob("*.jsonl")) for event in _events(path)]
+    events = [event for path in sorted((folder / EVENTS_DIR).glob("*.jsonl")) for event in _events(path)]
     starts = [event for event in events if event["event"] == "start"]
     end = next((event for event in reversed(events) if event["event"] == "end"), {})
     settings, versions = _last(starts, "settings"), _last(starts, "versions")

@@ -16,11 +16,11 @@ from eyas.capture.contract import CaptureSpec, default_layers
 from eyas.config import Config
 from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError
+from eyas.events import EVENTS_DIR
 from eyas.extract.dumpdir.flags import missing
 from eyas.extract.engine import Engine, EngineInfo, Failed
 from eyas.extract.proof import PROOF_FILE, Proof
 from eyas.positions import kept_counts
-from eyas.store.format import EVENTS_DIR
 from eyas.store.writer import StoreWriter
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from eyas.capture.folder import read_limited
 from eyas.capture.strictjson import loads
 from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError, StoreError
+from eyas.events import EVENTS_DIR
 from eyas.extract.engine import EngineInfo
 from eyas.rates import human_bytes, human_time
-from eyas.store.format import EVENTS_DIR
 
 _MAX_LOG_BYTES: Final = 256 << 20  # a line every few seconds, and one for each row that failed
 _MAX_LINE_BYTES: Final = 1 << 20

@@ -14,7 +14,7 @@ from typing import Any, Final
 from eyas.capture.folder import read_limited
 from eyas.capture.strictjson import loads
 from eyas.disk import is_folder_there
-from eyas.store.format import EVENTS_DIR
+from eyas.events import EVENTS_DIR
 
 _MAX_LOG_BYTES: Final = 512 << 20
 _MAX_LINE_BYTES: Final = 1 << 20

@@ -18,10 +18,10 @@ import numpy as np
 from eyas.capture.contract import CaptureSpec, field_hash
 from eyas.capture.folder import read_limited
 from eyas.errors import IntegrityError, StoreError
+from eyas.events import EVENTS_DIR
 from eyas.store.documents import read_sidecar, read_store_info
 from eyas.store.files import MAX_DOCUMENT_BYTES, ShardPaths, hash_range, open_regular
 from eyas.store.format import (
-    EVENTS_DIR,
     FIELDS,
     MANIFEST_FILE,
     STORE_FILE,

@@ -30,7 +30,6 @@ FIELDS: Final = ("tokens", "loss_mask", "aux", "last")  # columns of row_xxh3
 STORE_FILE: Final = "store.json"
 MANIFEST_FILE: Final = "manifest.json"
 _COLUMNS: Final = ["start", "stop", "tokens", "positions"]  # of the shards in store.json
-EVENTS_DIR: Final = "events"  # run logs, for people; no part of the format
 
 
 class RowStatus(IntEnum):

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from eyas.capture.contract import CaptureSpec
 from eyas.disk import fsync_dir
 from eyas.errors import IntegrityError, StoreError
+from eyas.events import EVENTS_DIR
 from eyas.store.check import row_problems
 from eyas.store.documents import read_complete, read_sidecar, read_store_info, write_manifest
 from eyas.store.files import (
@@ -39,7 +40,6 @@ from eyas.store.files import (
     write_new,
 )
 from eyas.store.format import (
-    EVENTS_DIR,
     STORE_FILE,
     Contents,
     RowStatus,

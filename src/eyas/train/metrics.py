@@ -15,10 +15,9 @@ from eyas.acceptance import Acceptance
 from eyas.config import TrainConfig
 from eyas.disk import is_folder_there
 from eyas.errors import ConfigError
-from eyas.events import EventLog
+from eyas.events import EVENTS_DIR, EventLog
 from eyas.target.checkpoint import Target
 
-EVENTS_DIR: Final = "events"
 BOARD_DIR: Final = "tensorboard"
 _NEVER_IDS: Final = ("store", "corpus", "out")
 _OFTEN_IDS: Final = ("target", "init_from")  # of the hub, else folders

@@ -5,8 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 
-from eyas.events import EventLog, versions
-from eyas.store.format import EVENTS_DIR
+from eyas.events import EVENTS_DIR, EventLog, versions
 from eyas.verify.report import VerifyReport
 
 
