@@ -15,8 +15,10 @@ DIGEST, OTHER = "a" * 64, "b" * 64
 
 
 def log(folder: Path, name: str, *events: dict[str, Any] | str) -> Path:
+    """A session's log; sessions begin in the order of their names."""
     (folder / "events").mkdir(parents=True, exist_ok=True)
-    lines = [event if isinstance(event, str) else json.dumps(event) for event in events]
+    told = {"t": float(ord(name))}
+    lines = [event if isinstance(event, str) else json.dumps(told | event) for event in events]
     (folder / "events" / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))
     return folder
 
@@ -58,7 +60,12 @@ def test_evaluations_that_were_taken_again_count_as_the_second_time(tmp_path: Pa
 
 def test_logs_of_strangers(tmp_path: Path) -> None:
     odd = evaluation(5, 1.5, accept_length_low=None, accept_length_high="x", acceptance={"a": 1})
-    lines = ["[]", "3", '{"event": 5}', '{"event": "start", "step": "x", "settings": 3, "versions": []}']
+    lines = [
+        "[]",
+        "3",
+        '{"t": 1, "event": 5}',
+        '{"t": 1, "event": "start", "step": "x", "settings": 3, "versions": []}',
+    ]
     facts = read_run(log(tmp_path, "a", *lines, odd, {"event": "end", "step": "x", "tokens": [1]}))
     assert facts.evaluation == InTraining(5, 1.5, None, None, ())
     assert (facts.steps, facts.tokens, facts.settings, facts.version, facts.target) == (0, 0, {}, "", None)

@@ -16,6 +16,7 @@ from eyas.config import load
 from eyas.data.corpus import CorpusMeta, CorpusWriter
 from eyas.extract.runner import extract
 from eyas.verify import verify
+from run_logs import eval_event, start_event, train_event, write_log
 
 #: What a corpus, a log or an evaluation from a stranger may be called.
 HOSTILE = (
@@ -57,36 +58,6 @@ def make_store(corpus: Path, store: Path, *settings: str) -> Path:
 def verified(store: Path, corpus: Path) -> None:
     """Has `eyas verify` looked at it."""
     verify(store, corpus=corpus, console=Console(file=io.StringIO()))
-
-
-def write_log(folder: Path, name: str, events: Sequence[dict[str, Any]], tail: bytes = b"") -> None:
-    """A session's log."""
-    (folder / "events").mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(event) + "\n" for event in events)
-    (folder / "events" / f"{name}.jsonl").write_bytes(text.encode() + tail)
-
-
-def train_event(step: int, t: float = 0.0, **changes: Any) -> dict[str, Any]:
-    return {
-        "t": t + step, "event": "train", "step": step, "loss": 10 - step / 100, "norm": 1.0, "lr": 1e-4, "tokens": 512,
-        "tokens_per_s": 500.0, "wait_share": 0.01, "rows": [9, 8, 7], "accuracy": [0.5, 0.4, 0.3], **changes,
-    }  # fmt: skip
-
-
-def eval_event(step: int, t: float = 0.0, **changes: Any) -> dict[str, Any]:
-    length = 1 + step / (step + 100)
-    return {
-        "t": t + step, "event": "eval", "step": step, "eval_rows": 17, "loss": 9.0, "accuracy": [0.5, 0.4, 0.3],
-        "accept_length": length, "accept_length_low": length - 0.05, "accept_length_high": length + 0.05,
-        "acceptance": [0.4, 0.3, 0.2], "chains": 99, **changes,
-    }  # fmt: skip
-
-
-def start_event(step: int = 0, t: float = 0.0, **settings: Any) -> dict[str, Any]:
-    return {
-        "t": t, "event": "start", "step": step, "total": 100, "ranks": 1, "device": "cpu", "parameters": 1000,
-        "draft_vocab": 64, "settings": {"lr": 1e-4, "steps": 3, **settings}, "versions": {"eyas": "0", "torch": "2"},
-    }  # fmt: skip
 
 
 def make_training(folder: Path, *, steps: int = 100, every: int = 5, ended: bool = True, **settings: Any) -> Path:

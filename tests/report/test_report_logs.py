@@ -1,113 +1,24 @@
-"""What is made of logs: sessions joined, torn and foreign lines passed over, evaluations read."""
+"""What is made of logs and of evaluations: sessions follow one another, what is foreign is a gap or named."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import eval_event, evaluation, start_event, train_event, write_evaluation, write_log
+from report_runs import evaluation, write_evaluation
 
 from eyas.report.evaluation_sections import evaluation_section, live_section
 from eyas.report.evaluations import read_evaluations
 from eyas.report.extraction import read_extraction
-from eyas.report.logs import as_number, read_list, read_number, read_numbers, read_object, read_sessions, read_text
 from eyas.report.places import Places
-from eyas.report.training import depths, read_training
+from eyas.report.training_section import depths
+from run_logs import write_log
 
 
-def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
-    lines = [b"", b"null", b"[1]", b"{", b'{"event": "x"}', b'{"t": "now"}', b'{"t": NaN}', b"\xff\xfe", b'{"t": true}']
-    write_log(
-        tmp_path,
-        "a",
-        [{"t": 5, "event": "start"}],
-        tail=b"\n".join([*lines, b'{"t": 6, "event": "end"}', b'{"t": 7, "ev']),
-    )
-    (session,) = read_sessions(tmp_path)
-    assert [event["event"] for event in session.events] == ["start", "end"]
-
-
-def test_sessions_come_in_the_order_of_time_and_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
-    write_log(tmp_path, "b", [{"t": 1, "event": "start"}])
-    write_log(tmp_path, "a", [{"t": 2, "event": "start"}])
-    os.mkfifo(tmp_path / "events" / "pipe.jsonl")
-    (tmp_path / "events" / "folder.jsonl").mkdir()
-    (tmp_path / "events" / "gone.jsonl").symlink_to("nowhere")
-    assert [session.name for session in read_sessions(tmp_path)] == ["b", "a"]
-    assert read_sessions(tmp_path / "no such folder") == []
-
-
-@pytest.mark.parametrize("value", [None, True, "1", [], float("nan"), float("inf"), 1e99, -1e31])
-def test_only_numbers_that_can_be_drawn_are_numbers(value: object) -> None:
-    assert as_number(value) is None
-
-
-def test_values_are_of_the_kind_asked_for() -> None:
-    event = {"n": 1, "x": [1, None, "a", 2.5], "o": {"a": 1}, "s": "text", "b": True}
-    assert (read_number(event, "n"), read_number(event, "s"), read_number(None, "n")) == (1.0, None, None)
-    assert (read_numbers(event, "x"), read_numbers(event, "o")) == ((1.0, None, None, 2.5), ())
-    assert (read_object(event, "o"), read_object(event, "x"), read_object([], "o")) == ({"a": 1}, {}, {})
-    assert (read_list(event, "x"), read_list(event, "s"), read_list(7, "x")) == ([1, None, "a", 2.5], [], [])
-    assert [read_text(event, key, "-") for key in ("s", "n", "b", "o", "none")] == ["text", "1", "-", "-", "-"]
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_resumed_run_counts_every_step_once(tmp_path: Path) -> None:
-    """Killed at 40 after a checkpoint at 20: what followed was trained again, and its first time does not count."""
-    first = [
-        start_event(),
-        eval_event(0),
-        *(train_event(s, loss=1.0) for s in (10, 20, 30, 40)),
-        eval_event(20),
-        eval_event(40),
-    ]
-    second = [
-        start_event(20, 1000),
-        *(train_event(s, 1000, loss=2.0) for s in (30, 40, 50)),
-        eval_event(40, 1000, accept_length=9.0),
-    ]
-    write_log(tmp_path, "a", first)
-    write_log(tmp_path, "b", [*second, {"t": 2000, "event": "end", "step": 50}])
-    found = read_training(read_sessions(tmp_path))
-    assert [(entry.step, entry.loss) for entry in found.steps] == [(10, 1), (20, 1), (30, 2), (40, 2), (50, 2)]
-    assert [entry.step for entry in found.evals] == [0, 20, 40]
-    assert found.evals[-1].length == 9.0
-    assert found.tokens == 5 * 512
-    assert [step for step, _ in found.starts] == [0, 20]
-    assert (found.step, found.ended, found.versions["torch"]) == (50, True, "2")
-    assert found.untrained is found.evals[0]
-    assert found.best is found.evals[-1]
-
-
-def test_a_run_without_its_end_says_so(tmp_path: Path) -> None:
-    write_log(tmp_path, "a", [start_event(), train_event(10), {"t": 20, "event": "not_finite", "step": 11}])
-    found = read_training(read_sessions(tmp_path))
-    assert not found.ended
-    assert found.faults == ["step 11: the loss or its gradient was no number"]
-    assert (found.best, found.untrained) == (None, None)
-
-
-def test_the_best_is_the_first_of_the_longest_after_the_start(tmp_path: Path) -> None:
-    lengths = {0: 3.0, 10: 1.5, 20: 2.0, 30: 2.0, 40: None}
-    write_log(tmp_path, "a", [start_event(), *(eval_event(s, accept_length=length) for s, length in lengths.items())])
-    best = read_training(read_sessions(tmp_path)).best
-    assert best is not None and best.step == 20
-
-
-def test_events_of_another_shape_are_gaps(tmp_path: Path) -> None:
-    odd = train_event(10, loss=None, accuracy="none", lr="fast", wait_share=[1])
-    write_log(
-        tmp_path, "a", [start_event(), odd, {**train_event(20), "step": "x"}, eval_event(20, acceptance=[None, 0.5])]
-    )
-    found = read_training(read_sessions(tmp_path))
-    (entry,) = found.steps
-    assert (entry.loss, entry.accuracy, entry.lr, entry.wait_share) == (None, (), None, None)
-    assert depths([one.acceptance for one in found.evals]) == [[None], [0.5]]
+def test_events_of_another_shape_are_gaps() -> None:
+    assert depths([(None, 0.5), (0.25,), ()]) == [[None, 0.25, None], [0.5, None, None]]
 
 
 # --- extraction -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from report_runs import (
     verified,
     write_check,
     write_evaluation,
-    write_log,
 )
 from typer.testing import CliRunner
 
@@ -27,6 +26,7 @@ from eyas.config import load
 from eyas.data.names import visible
 from eyas.errors import ConfigError, StoreError
 from eyas.report import ReportSummary, write_report
+from run_logs import write_log
 
 
 class Parsed(html.parser.HTMLParser):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from report_runs import copied, evaluation, make_training, start_event, write_evaluation, write_log
+from report_runs import copied, evaluation, make_training, write_evaluation
 
 from eyas.config import Config, load
 from eyas.data.corpus import Corpus
@@ -15,6 +15,7 @@ from eyas.errors import ConfigError, StoreError
 from eyas.report import write_report
 from eyas.report.places import Places, find
 from eyas.train.vocab import DraftVocab
+from run_logs import start_event, write_log
 
 
 def test_a_run_has_all_its_parts(whole_run: Path) -> None:

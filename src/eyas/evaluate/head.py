@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from eyas.evaluate.drafting import Drafter
 from eyas.events import EVENTS_DIR
 from eyas.target.checkpoint import Target
 from eyas.train.checkpoint_format import CONFIG_FILE, DraftCheckpoint
+from eyas.train.log import read_train_log
 from eyas.train.run import DRAFT
 
 
@@ -52,7 +51,7 @@ class Head:
         run = folder.absolute().parent
         if not (folder.is_dir() and folder.absolute().name == DRAFT and (run / EVENTS_DIR).is_dir()):
             return cls(name, str(folder) if folder.is_dir() else name, None, {})
-        return cls(name, str(folder), folder.parent, _settings(run / EVENTS_DIR))
+        return cls(name, str(folder), folder.parent, read_train_log(run).settings)
 
     def target(self, named: str | None, corpus_model: str | None) -> Target:
         """The target: the one that is named, else the run's, else the corpus's.
@@ -92,15 +91,3 @@ def load_drafter(
     """
     checkpoint = DraftCheckpoint.load(head.model, target)
     return Drafter(checkpoint.build(target, dtype).to(device), checkpoint.vocab), checkpoint
-
-
-def _settings(events: Path) -> Mapping[str, Any]:
-    """Those that the run's latest session began with."""
-    found: Mapping[str, Any] = {}
-    for path in sorted(events.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict) and event.get("event") == "start":
-                    found = settings if isinstance(settings := event.get("settings"), dict) else found
-    return found

@@ -6,9 +6,7 @@ or corpus counts only if it is of the corpus that the draft's own config.json na
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +19,7 @@ from eyas.store.documents import read_store_info
 from eyas.store.format import StoreInfo
 from eyas.target.checkpoint import read_config
 from eyas.train.checkpoint_format import SECTION
+from eyas.train.log import EvalStep, read_train_log
 
 DRAFT: Final = "draft"
 _EVALUATIONS: Final = "evaluation-*.json"
@@ -79,74 +78,28 @@ def find_run(source: str | Path) -> tuple[str, Path | None]:
 
 def read_run(folder: Path) -> RunFacts:
     """What there is to know of a run; a line of its log that was cut off is passed over."""
-    events = [event for path in sorted((folder / EVENTS_DIR).glob("*.jsonl")) for event in _events(path)]
-    starts = [event for event in events if event["event"] == "start"]
-    end = next((event for event in reversed(events) if event["event"] == "end"), {})
-    settings, versions = _last(starts, "settings"), _last(starts, "versions")
-    corpus = _corpus_of(folder / DRAFT)
-    store, info = _store(settings.get("store"), corpus)
+    log, corpus = read_train_log(folder), _corpus_of(folder / DRAFT)
+    store, info = _store(log.settings.get("store"), corpus)
     return RunFacts(
         folder,
-        settings,
-        steps=int(_number(end, "step") or 0),
-        tokens=int(_number(end, "tokens") or 0),
-        evaluation=_best(events),
+        log.settings,
+        steps=log.end.step if log.end else 0,
+        tokens=log.end.tokens if log.end else 0,
+        evaluation=_in_training(log.best),
         evaluations=tuple(sorted(folder.glob(_EVALUATIONS))),
-        target=_target(settings, corpus),
+        target=_target(log.settings, corpus),
         store=store,
         data=_data(info) if info is not None else {},
         spec_id=info.spec.spec_id if info is not None else "",
-        version=str(versions.get("eyas", "")),
+        version=log.versions.get("eyas", ""),
     )
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
-    found = []
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and "event" in event:
-            found.append(event)
-    return found
-
-
-def _last(events: Sequence[Mapping[str, Any]], key: str) -> Mapping[str, Any]:
-    """The last object under a key."""
-    return next((event[key] for event in reversed(events) if isinstance(event.get(key), dict)), {})
-
-
-def _best(events: Sequence[Mapping[str, Any]]) -> InTraining | None:
-    """The evaluation whose weights were published: the first of the longest after the first step, as training chose.
-
-    Steps after the checkpoint that a session went on from were taken again, and are as they were the second time.
-    """
-    found: dict[int, InTraining] = {}
-    for event in events:
-        step = _number(event, "step")
-        if step is None:
-            continue
-        if event["event"] == "start":
-            found = {at: one for at, one in found.items() if at <= step}
-        elif event["event"] == "eval" and step > 0 and (length := _number(event, "accept_length")) is not None:
-            low, high = _number(event, "accept_length_low"), _number(event, "accept_length_high")
-            said = event.get("acceptance")
-            shares = [_number({"": share}, "") for share in said] if isinstance(said, list) else []
-            known = tuple(share for share in shares if share is not None)
-            found.setdefault(int(step), InTraining(int(step), length, low, high, known))
-    return max(found.values(), key=lambda one: (one.length, -one.step), default=None)
-
-
-def _number(event: Mapping[str, Any], key: str) -> float | None:
-    value = event.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+def _in_training(best: EvalStep | None) -> InTraining | None:
+    if best is None or best.length is None:
         return None
-    return float(value)
+    known = tuple(share for share in best.acceptance if share is not None)
+    return InTraining(int(best.step), best.length, best.low, best.high, known)
 
 
 # --- what it was trained on -------------------------------------------------------------------------------------------

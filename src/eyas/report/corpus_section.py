@@ -10,8 +10,9 @@ from eyas.data.names import shortened, visible
 from eyas.data.outfolder import SUMMARY_FILE
 from eyas.data.statistics import CorpusStatistics, statistics
 from eyas.errors import EyasError
+from eyas.logs import read_number, read_object, read_text
 from eyas.report.charts import column_chart
-from eyas.report.logs import read_document, read_number, read_object, read_text
+from eyas.report.documents import read_document
 from eyas.report.places import Places
 from eyas.report.sections import Key, Section, Table, number, share
 from eyas.report.svg import Axis

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from eyas.data.names import shortened
 from eyas.errors import first_line
-from eyas.report.logs import as_number, read_document, read_list, read_number, read_numbers, read_object, read_text
+from eyas.logs import as_number, read_list, read_number, read_numbers, read_object, read_text
+from eyas.report.documents import read_document
 
 ALL: Final = "all"  # the category of a whole benchmark
 LIVE: Final = "live"

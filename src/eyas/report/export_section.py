@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+from eyas.logs import read_list, read_number, read_object, read_text
 from eyas.rates import human_bytes
-from eyas.report.logs import read_document, read_list, read_number, read_object, read_text
+from eyas.report.documents import read_document
 from eyas.report.places import Places
 from eyas.report.sections import Key, Missing, Section, Table
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eyas.report.logs import Event, Session, as_number, read_number, read_object, read_sessions, read_text
+from eyas.logs import Event, Session, as_number, read_number, read_object, read_sessions, read_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from eyas.config import Config, ReportConfig
 from eyas.data.corpus import CORPUS_FILE, Corpus
 from eyas.disk import is_file_there, is_folder_there, is_there
 from eyas.errors import ConfigError, EyasError
-from eyas.report.logs import Session, read_object, read_sessions, read_text
+from eyas.logs import read_text
 from eyas.report.sections import Missing
 from eyas.store.documents import read_store_info
 from eyas.store.format import STORE_FILE
+from eyas.train.log import TrainLog, read_train_log
 
 CHECKPOINTS: Final = "checkpoints"  # of a training run, docs/training.md
 VOCAB: Final = "vocab.safetensors"
@@ -40,7 +41,7 @@ class Places:
         corpus: the Parquet file. store, train, exported: folders.
         evaluations: files, in the order of their names.
         lost: parts that the run's own settings name and that are not there, or are another run's: (part, path).
-        logs: of the training run.
+        log: of the training run.
     """
 
     run: Path
@@ -50,7 +51,7 @@ class Places:
     exported: Path | None = None
     evaluations: tuple[Path, ...] = ()
     lost: tuple[tuple[str, Path], ...] = ()
-    logs: tuple[Session, ...] = field(default=(), repr=False)
+    log: TrainLog = field(default_factory=TrainLog, repr=False)
 
     def quoted(self, part: str) -> str:
         """A part's place in a command to paste; its name in capitals where it is not known."""
@@ -85,13 +86,12 @@ def find(run: Path | None, cfg: Config) -> Places:
     found: dict[str, Path] = {**told, **named}
     # What is only told by settings may have moved; it is no error.
     train = found.get("train") or _there(cfg.train.out)
-    logs = tuple(read_sessions(train)) if train else ()
-    settings = _settings(logs)
+    log = read_train_log(train) if train else TrainLog()
     lost: list[tuple[str, Path]] = []
     trained_on = _corpus_of_run(train) if train else ""
     for part in ("corpus", "store"):
         typed = getattr(cfg.train, part)
-        said = typed or settings.get(part)
+        said = typed or log.settings.get(part)
         if part not in found and said:
             path = _there(Path(str(said)))
             # Older logs say places as they were typed, in another folder than this one.
@@ -113,7 +113,7 @@ def find(run: Path | None, cfg: Config) -> Places:
         run=run or train or next(iter(found.values()), Path()),
         evaluations=tuple(evaluations),
         lost=tuple(lost),
-        logs=logs,
+        log=log,
         **{part: found.get(part) for part in ("corpus", "store", "train", "exported")},
     )
 
@@ -196,12 +196,6 @@ def _evaluations(folders: list[Path]) -> list[Path]:
     looked_in = {folder for root in folders for folder in _folders(root) if is_folder_there(folder)}
     found = {path for folder in looked_in for path in folder.glob(EVALUATIONS)}
     return sorted(found, key=lambda path: (path.name, str(path)))
-
-
-def _settings(logs: tuple[Session, ...]) -> dict[str, object]:
-    """What the last session of a training run was told."""
-    starts = [read_object(event, "settings") for session in logs for event in session.of("start")]
-    return starts[-1] if starts else {}
 
 
 def _corpus_of_run(train: Path) -> str:

@@ -22,7 +22,6 @@ from eyas.report.page import GENERATOR, render
 from eyas.report.places import Places, find
 from eyas.report.sections import Missing, Section, moment
 from eyas.report.store_sections import extraction_section, store_section, verification_section
-from eyas.report.training import read_training
 from eyas.report.training_section import training_section
 
 PAGE: Final = "report.html"
@@ -72,7 +71,7 @@ def write_report(run: Path | None = None, *, out: Path | None = None, cfg: Confi
     path = out or cfg.report.out or _beside(places)
     _check(path)
     extraction = read_extraction(places.store) if places.store else None
-    training = read_training(places.logs) if places.train else None
+    training = places.log if places.train else None
     evaluations = read_evaluations(places.evaluations)
     sections = [
         corpus_section(places),

@@ -11,10 +11,10 @@ from typing import Final
 from eyas.data.names import shortened
 from eyas.disk import is_there
 from eyas.errors import EyasError
+from eyas.logs import read_list, read_number, read_object, read_text
 from eyas.rates import human_bytes, human_time
 from eyas.report.charts import Bars, Chart, Line, bar_chart, line_chart
 from eyas.report.extraction import Extraction, Sitting
-from eyas.report.logs import read_list, read_number, read_object, read_text
 from eyas.report.places import Places
 from eyas.report.sections import Key, Missing, Section, Table, moment, named, number
 from eyas.report.svg import Axis

@@ -7,19 +7,19 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from eyas.logs import read_text
 from eyas.rates import human_time
 from eyas.report.charts import Line, line_chart
-from eyas.report.logs import read_text
 from eyas.report.places import Places
 from eyas.report.sections import Key, Missing, Section, Table, interval, moment, named, number, share
 from eyas.report.svg import Axis
-from eyas.report.training import EvalStep, Training, depths
+from eyas.train.log import EvalStep, TrainLog
 
 _STEP: Final = Axis("optimiser step", zero=True)
 _PLACES: Final = {"store": "--store", "corpus": "--corpus", "target": "--target", "out": "--out"}
 
 
-def training_section(places: Places, found: Training | None) -> Section:
+def training_section(places: Places, found: TrainLog | None) -> Section:
     """The section; empty with a note where there is no training run."""
     section = Section("training", "Training")
     if found is None:
@@ -36,12 +36,12 @@ def training_section(places: Places, found: Training | None) -> Section:
     return section
 
 
-def _draw(section: Section, found: Training, title: str, lines: Sequence[Line], y: Axis, note: str = "") -> None:
+def _draw(section: Section, found: TrainLog, title: str, lines: Sequence[Line], y: Axis, note: str = "") -> None:
     went_on = [(step, f"session of {moment(began)}, from step {step:,.0f}") for step, began in found.starts[1:]]
     section.draw(title, line_chart(f"{title}, over the optimiser steps", lines, _STEP, y, marks=went_on), note)
 
 
-def _curves(section: Section, found: Training) -> None:
+def _curves(section: Section, found: TrainLog) -> None:
     steps, evals = [one.step for one in found.steps], [one.step for one in found.evals]
     losses = [
         Line("training", steps, [one.loss for one in found.steps]),
@@ -64,7 +64,13 @@ def _curves(section: Section, found: Training) -> None:
     _draw(section, found, "Right tokens by depth", lines, shares, note)
 
 
-def _speed(section: Section, found: Training) -> None:
+def depths(entries: Sequence[tuple[float | None, ...]]) -> list[list[float | None]]:
+    """[N] tuples of [K] -> K curves of N; shorter tuples are gaps."""
+    most = max(map(len, entries), default=0)
+    return [[entry[k] if k < len(entry) else None for entry in entries] for k in range(most)]
+
+
+def _speed(section: Section, found: TrainLog) -> None:
     steps = [one.step for one in found.steps]
     rates = [Line("learning rate", steps, [one.lr for one in found.steps])]
     _draw(section, found, "Learning rate", rates, Axis("learning rate", zero=True))
@@ -77,7 +83,7 @@ def _speed(section: Section, found: Training) -> None:
     _draw(section, found, "Waiting for data", [Line("waiting", steps, waits)], Axis("% of the time", zero=True), note)
 
 
-def _facts(section: Section, found: Training) -> None:
+def _facts(section: Section, found: TrainLog) -> None:
     settings, ranks = found.settings, found.ranks
     waits = [one.wait_share for one in found.steps if one.wait_share is not None]
     planned = f" of about {found.total:,.0f}" if found.total and found.total > found.step else ""
@@ -143,7 +149,7 @@ def _command(settings: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _say_missing(section: Section, found: Training) -> None:
+def _say_missing(section: Section, found: TrainLog) -> None:
     section.problems += found.faults
     if not found.ended:
         command = _command(found.settings).split(" --set ", maxsplit=1)[0]

@@ -1,4 +1,4 @@
-"""Run logs (`eyas.events`) as this page reads them: whatever a line holds, it is a value of the kind asked for or none.
+"""Run logs (`eyas.events`) as they are read: whatever a line holds, it is a value of the kind asked for or none.
 
 A log may be torn, from another version or from a stranger; a line that is no event is passed over.
 """
@@ -18,7 +18,6 @@ from eyas.events import EVENTS_DIR
 
 _MAX_LOG_BYTES: Final = 512 << 20
 _MAX_LINE_BYTES: Final = 1 << 20
-_MAX_DOCUMENT_BYTES: Final = 64 << 20
 Event = Mapping[str, Any]
 
 
@@ -56,11 +55,6 @@ def read_sessions(folder: Path) -> list[Session]:
         if read:
             found.append(Session(path.stem, tuple(read)))
     return sorted(found, key=lambda session: (session.began, session.name))
-
-
-def read_document(path: Path) -> Any:
-    """A JSON file. Raises ValueError or OSError."""
-    return loads(read_limited(path, _MAX_DOCUMENT_BYTES)[0], _MAX_DOCUMENT_BYTES)
 
 
 def _event(line: bytes) -> Event | None:
