@@ -48,6 +48,7 @@ from fleet import Options, Running, Wanted
 
 from eyas.capture.contract import field_hash
 from eyas.data.corpus import Corpus
+from eyas.train.log import read_train_log
 from eyas.train.sampler import is_held_out
 
 #: Stores by name: settings of the server that captures, and of `eyas extract`.
@@ -196,31 +197,29 @@ def train(args: argparse.Namespace) -> None:
 
 
 def training_of(run: Path) -> dict[str, Any]:
-    """What the log of a run says of it: tokens, and seconds from its first event to its last."""
-    log = max((run / "events").glob("*.jsonl"))
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    start, end = events[0], next(event for event in reversed(events) if event["event"] == "end")
-    losses = [event["loss"] for event in events if event["event"] == "train"]
-    held_out = [event for event in events if event["event"] == "eval"][-1]
+    """What the log of a run says of it: tokens, and seconds from the first event of a session to its last."""
+    log = read_train_log(run)
+    assert log.end is not None
+    held_out = log.evals[-1]
     return {
         "trainer": "eyas",
-        "seed": start["settings"]["seed"],
-        "lr": start["settings"]["lr"],
-        "steps": end["step"],
-        "train_tokens": end["tokens"],
-        "gpu_seconds": round(end["t"] - start["t"], 1),
-        "tokens_per_s": [event["tokens_per_s"] for event in events if event["event"] == "train"][-1],
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
+        "seed": log.settings["seed"],
+        "lr": log.settings["lr"],
+        "steps": log.end.step,
+        "train_tokens": log.end.tokens,
+        "gpu_seconds": round(log.seconds, 1),
+        "tokens_per_s": log.steps[-1].tokens_per_s,
+        "first_loss": log.steps[0].loss,
+        "last_loss": log.steps[-1].loss,
         "held_out": {
-            "prompts": held_out["eval_rows"],
-            "accept_length": held_out["accept_length"],
-            "ci95": [held_out["accept_length_low"], held_out["accept_length_high"]],
-            "accept_by_position": held_out["acceptance"],
+            "prompts": held_out.rows,
+            "accept_length": held_out.length,
+            "ci95": [held_out.low, held_out.high],
+            "accept_by_position": held_out.acceptance,
         },
         "versions": {"torch": torch.__version__}
         | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {"cpu": "a rehearsal"}),
-        "date": datetime.datetime.fromtimestamp(end["t"], datetime.UTC).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 

@@ -37,6 +37,7 @@ from eyas.positions import kept_positions
 from eyas.store.writer import StoreWriter
 from eyas.target.checkpoint import Target
 from eyas.train.draft import Eagle3Config
+from eyas.train.log import TrainLog, read_train_log
 
 LAYERS = 32  # of the target
 
@@ -108,8 +109,8 @@ def prepare(work: Path, draft: Eagle3Config, tokens: int) -> None:
     writer.write_manifest()
 
 
-def train(work: Path, ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One run in processes of its own: its log's events."""
+def train(work: Path, ranks: int, args: argparse.Namespace) -> TrainLog:
+    """One run in processes of its own: its log."""
     out = work / f"run-{ranks}"
     shutil.rmtree(out, ignore_errors=True)
     settings = {
@@ -127,22 +128,20 @@ def train(work: Path, ranks: int, args: argparse.Namespace) -> list[dict[str, An
     words += [word for key, value in settings.items() for word in ("--set", f"train.{key}={value}")]
     starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
     subprocess.run([sys.executable, *map(str, (*starter, *words))], check=True)
-    log = max((out / "events").glob("*.jsonl"))
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    return read_train_log(out)
 
 
-def entry(events: list[dict[str, Any]], first: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
-    steps = [event for event in events if event["event"] == "train"]
+def entry(log: TrainLog, first: TrainLog, ranks: int) -> dict[str, Any]:
+    steps, ((_, began),) = log.steps, log.starts
     steady = steps[1:] or steps
-    reference = [event["loss"] for event in first if event["event"] == "train"]
-    off = max(abs(mine["loss"] - loss) / abs(loss) for mine, loss in zip(steps, reference, strict=True))
+    off = max(abs(mine.loss - its.loss) / abs(its.loss) for mine, its in zip(steps, first.steps, strict=True))
     return {
         "ranks": ranks,
-        "tokens_per_s": statistics.median(event["tokens_per_s"] for event in steady),
-        "wait_share": max(event["wait_share"] for event in steady),
-        "first_steps_s": round(steps[0]["t"] - events[0]["t"], 1),
+        "tokens_per_s": statistics.median(each.tokens_per_s for each in steady),
+        "wait_share": max(each.wait_share for each in steady),
+        "first_steps_s": round(steps[0].t - began, 1),
         "loss": off if math.isfinite(off) else None,
-        "last_loss": steps[-1]["loss"],
+        "last_loss": steps[-1].loss,
     }
 
 
@@ -160,11 +159,11 @@ def main() -> None:
     prepare(args.work, SHAPES[args.shape].draft, args.tokens)
     on = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU: a rehearsal"
     rows: list[dict[str, Any]] = []
-    first: list[dict[str, Any]] = []
+    first: TrainLog | None = None
     for ranks in args.ranks:
-        events = train(args.work, ranks, args)
-        first = first or events
-        rows.append({"shape": args.shape, "parallel": args.parallel if ranks > 1 else ""} | entry(events, first, ranks))
+        log = train(args.work, ranks, args)
+        first = first or log
+        rows.append({"shape": args.shape, "parallel": args.parallel if ranks > 1 else ""} | entry(log, first, ranks))
         rows[-1]["scaling"] = round(rows[-1]["tokens_per_s"] / rows[0]["tokens_per_s"], 3)
         print(json.dumps(rows[-1]), flush=True)
     if args.json:
