@@ -170,16 +170,14 @@ class Objective(nn.Module):
             chunk_bytes=self.options.chunk_bytes,
         )
         state_SH = self._states(batch, index)
-        coefficient_S, scored_S = (
-            _coefficients(counts, normaliser, self.options.step_decay, teacher.lse),
-            index.scored_S,
-        )
+        coefficient_S = _coefficients(counts, normaliser, self.options.step_decay, teacher.lse)
+        scored_S = index.scored_S
         if teacher.kept is not None:
             kept_S = teacher.kept[index.teacher_S]
             scored_S = kept_S if scored_S is None else scored_S & kept_S
         if scored_S is not None:
             coefficient_S = coefficient_S * scored_S
-        loss, divergence_S, best_S = head_loss(
+        result = head_loss(
             state_SH,
             self.draft.lm_head.weight,
             teacher,
@@ -188,7 +186,7 @@ class Objective(nn.Module):
             math=self._loss_math,
             chunk_bytes=self.options.chunk_bytes,
         )
-        return self._report(batch, index, teacher, scored_S, (loss, divergence_S, best_S))
+        return self._report(batch, index, teacher, scored_S, result)
 
     def _states(self, batch: Batch, index: OpenIndex) -> Tensor:
         """[S, H] what `lm_head` reads, all rows of step 0, then of step 1, and so on."""
@@ -213,15 +211,13 @@ class Objective(nn.Module):
         ]
         # A single row would be compiled apart.
         first = self._first if len(rows[0].at) > 1 else first_step
-        carried, shared = self._run(first, layer, batch.aux.to(dtype), embedded_NH, batch.positions, rows[0])
-        out = [carried.predicts]
+        predicts, carried, shared = self._run(first, layer, batch.aux.to(dtype), embedded_NH, batch.positions, rows[0])
+        out = [predicts]
         for at in rows[1:]:
-            before = Carried(
-                grows(carried.state), grows(carried.predicts), grows(carried.keys, 1), grows(carried.values, 1)
-            )
+            before = Carried(grows(carried.state), grows(carried.keys, 1), grows(carried.values, 1))
             step = self._later if len(at.at) > 1 else later_step
-            carried = self._run(step, layer, before, shared, at)
-            out.append(carried.predicts)
+            predicts, carried = self._run(step, layer, before, shared, at)
+            out.append(predicts)
         return torch.cat(out)
 
     def _run(self, step: Callable[..., Any], *args: Any) -> Any:

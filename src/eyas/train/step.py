@@ -139,19 +139,18 @@ class Carried(NamedTuple):
     """What a step hands to the next one.
 
     Attributes:
-        state: [n, H] what the next step reads. predicts: [n, H] what `lm_head` reads.
+        state: [n, H] what the next step reads.
         keys, values: [k, n, kv heads, D] the rows' own of the steps 1 .. k.
     """
 
     state: Tensor
-    predicts: Tensor
     keys: Tensor
     values: Tensor
 
 
 def first_step(
     layer: Layer, aux_NA: Tensor, embedded_NH: Tensor, positions_N: Tensor, rows: Rows
-) -> tuple[Carried, Shared]:
+) -> tuple[Tensor, Carried, Shared]:
     """Step 0: keys and values at all N positions, everything else on the rows that draft.
 
     Args:
@@ -159,6 +158,9 @@ def first_step(
         aux_NA: [N, A * Ht]. embedded_NH: [N, H], embedding of token t + 1 at position t.
         positions_N: [N] within the document.
         rows: of the step; `at` is t itself.
+
+    Returns:
+        [n, H] what `lm_head` reads, and what the next step and all steps do.
     """
     weights, matrix, eps = layer.weights, layer.matrices, layer.eps
     if weights.fc_norms:
@@ -178,10 +180,10 @@ def first_step(
     query = rotate(query.view(-1, layer.heads, layer.head_dim), *layer.rope(rows.positions))
     none = keys.new_empty((0, len(query), layer.kv_heads, layer.head_dim))
     state, predicts = _rest_of_layer(layer, state_nH, attend(query, keys, values, none, none, rows.mask))
-    return Carried(state, predicts, none, none), Shared(keys, values, embedded)
+    return predicts, Carried(state, none, none), Shared(keys, values, embedded)
 
 
-def later_step(layer: Layer, carried: Carried, shared: Shared, rows: Rows) -> Carried:
+def later_step(layer: Layer, carried: Carried, shared: Shared, rows: Rows) -> tuple[Tensor, Carried]:
     """Step k >= 1, all of it on its n rows.
 
     Args:
@@ -189,10 +191,13 @@ def later_step(layer: Layer, carried: Carried, shared: Shared, rows: Rows) -> Ca
         carried: of the step before, which has as many rows or more: its first are this one's.
         shared: of step 0.
         rows: of this step.
+
+    Returns:
+        [n, H] what `lm_head` reads, and what the next step does.
     """
     # Cut here rather than before, so that the gradient's zeros are written by what is compiled.
     n = len(rows.at)
-    carried = Carried(carried.state[:n], carried.predicts[:n], carried.keys[:, :n], carried.values[:, :n])
+    carried = Carried(carried.state[:n], carried.keys[:, :n], carried.values[:, :n])
     embedded_n = _TakeRows.apply(shared.embedded, rows.at, rows.inverse)
     normed_nH = rms_norm(carried.state, layer.weights.state_norm, layer.eps)
     qkv = torch.addmm(embedded_n, normed_nH, layer.matrices.state_qkv.T)
@@ -202,7 +207,7 @@ def later_step(layer: Layer, carried: Carried, shared: Shared, rows: Rows) -> Ca
     own_keys, own_values = torch.cat([carried.keys, keys[None]]), torch.cat([carried.values, values[None]])
     attended = attend(query, shared.keys, shared.values, own_keys, own_values, rows.mask)
     state, predicts = _rest_of_layer(layer, carried.state, attended)
-    return Carried(state, predicts, own_keys, own_values)
+    return predicts, Carried(state, own_keys, own_values)
 
 
 def _rest_of_layer(layer: Layer, state_nH: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
