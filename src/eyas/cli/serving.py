@@ -110,11 +110,17 @@ def serve(  # noqa: PLR0913, PLR0917  flags are for people
             raise eyas.ConfigError(
                 "--draft serves, and captures nothing", draft, "leave --layers, --dtype, --quota out"
             )
-        _finish(_drafting(model, draft, cfg, port, host, extra), run=run)
-        return
-    if engine is not None:
+        command = _drafting(model, draft, cfg, port, host, extra)
+    elif engine is not None:
         raise eyas.ConfigError("--engine without a --draft", engine, "captured is by SGLang")
-    command = eyas.serve_command(
+    else:
+        command = _capturing(model, cfg, port, host, extra)
+    _finish(command, run=run)
+
+
+def _capturing(model: str, cfg: Any, port: int | None, host: str, extra: list[str]) -> Any:
+    """The command with the capture plugin."""
+    return eyas.serve_command(
         model,
         layers=cfg.capture.layers,
         last=cfg.capture.last,
@@ -132,7 +138,6 @@ def serve(  # noqa: PLR0913, PLR0917  flags are for people
         arena_bytes=cfg.serve.arena_bytes or 0,
         extra=extra,
     )
-    _finish(command, run=run)
 
 
 def _drafting(model: str, draft: str, cfg: Any, port: int | None, host: str, extra: list[str]) -> Any:

@@ -104,11 +104,7 @@ def run_demo(
     store = out / STORE
     if _is_of_another_corpus(store, made.report.digest):
         _say(console, f"store: {store} is of another corpus and is made anew")
-        shutil.rmtree(store)
-        for made_of_it in (TRAIN, EXPORTED):
-            shutil.rmtree(out / made_of_it, ignore_errors=True)
-        for path in (out / CHECK, *out.glob("evaluation-*.json")):
-            path.unlink(missing_ok=True)
+        _remove_store(out)
     dtype: Any = {torch.bfloat16: "bf16", torch.float32: "f32"}[fast_dtype()]
     cfg = Config(extract=ExtractConfig(engine="hf", model_dtype=dtype), store=StoreConfig(shard_bytes=SHARD_BYTES))
     _say(console, "extract: hidden states of every row, by transformers in this process")
@@ -118,12 +114,7 @@ def run_demo(
     summary = _stored(run, report, store) | {"answers_reused": made.answers.reused}
     lines = [*run.lines(), *report.lines()[1:]]
     if not summary["mismatches"]:
-        _say(console, f"train: a drafter on the CPU, {training.eval_share:.0%} of the prompts held out")
-        places = {"store": store, "corpus": made.corpus, "target": str(made.model), "out": out / TRAIN}
-        trained = train(training.model_copy(update=places), console=console)
-        worth = export_and_measure(
-            out, store, made.corpus, out / TRAIN, out / ANSWERS, made.model, training, lambda text: _say(console, text)
-        )
+        trained, worth = _drafter(out, made, training, console)
         summary |= _trained(trained) | _worth(worth, out)
         lines += [(name, text) for name, text in trained.lines() if name in ("steps", "accepted", "draft")]
         lines += worth.lines()
@@ -134,6 +125,27 @@ def run_demo(
         _say(console, f"{name:<10}  {text}")
     report.check()
     return summary
+
+
+def _remove_store(out: Path) -> None:
+    """The store, and all that was made of it."""
+    shutil.rmtree(out / STORE)
+    for made_of_it in (TRAIN, EXPORTED):
+        shutil.rmtree(out / made_of_it, ignore_errors=True)
+    for path in (out / CHECK, *out.glob("evaluation-*.json")):
+        path.unlink(missing_ok=True)
+
+
+def _drafter(out: Path, made: DemoCorpus, training: TrainConfig, console: Console) -> tuple[TrainSummary, Worth]:
+    """The second half: a drafter, and what it is worth."""
+    store = out / STORE
+    _say(console, f"train: a drafter on the CPU, {training.eval_share:.0%} of the prompts held out")
+    places = {"store": store, "corpus": made.corpus, "target": str(made.model), "out": out / TRAIN}
+    trained = train(training.model_copy(update=places), console=console)
+    worth = export_and_measure(
+        out, store, made.corpus, out / TRAIN, out / ANSWERS, made.model, training, lambda text: _say(console, text)
+    )
+    return trained, worth
 
 
 def _stored(run: Summary, report: VerifyReport, store: Path) -> dict[str, Any]:

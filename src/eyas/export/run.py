@@ -100,10 +100,7 @@ def export_draft(
     draft, run_folder = find_run(source)
     run = read_run(run_folder) if run_folder is not None else None
     _refuse_place(out, draft, force=force)
-    name = cfg.target or (run.target if run else None) or _target_of(draft)
-    if name is None:
-        raise ConfigError("whose draft is this?", draft, "name the --target")
-    target = Target.load(name, trust_remote_code=cfg.trust_remote_code)
+    target = _target(draft, run, cfg)
     checkpoint = _loaded(draft, target, cfg)
     texts, why_not = _texts(checkpoint, target, run, cfg, say)
     report = CheckReport(str(source))
@@ -112,19 +109,7 @@ def export_draft(
         judge_acceptance(checkpoint, target, texts, report)
         report.check()
     probe = _probe(checkpoint, target, texts, cfg) if texts is not None and texts.documents else None
-    part = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    with disk_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        _write(part, checkpoint, target, probe, run, cfg)
-        checked = check_draft(part, ExportConfig(engines=cfg.engines))
-        checked.folder = str(named)
-        checked.check()
-        with disk_errors(out):
-            size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
-            _publish(part, out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    size, checked = _make(out, named, checkpoint, target, probe, run, cfg)
     for finding in report.findings:
         checked.findings.append(finding)
     if why_not:
@@ -168,6 +153,14 @@ def _is_draft(folder: Path) -> bool:
         return False
     classes = config.get("architectures")
     return SECTION in config or _SPECULATORS in config or (isinstance(classes, list) and ARCHITECTURE in classes)
+
+
+def _target(draft: str, run: RunFacts | None, cfg: ExportConfig) -> Target:
+    """The target: the one that is named, else the run's, else the draft's own word."""
+    name = cfg.target or (run.target if run else None) or _target_of(draft)
+    if name is None:
+        raise ConfigError("whose draft is this?", draft, "name the --target")
+    return Target.load(name, trust_remote_code=cfg.trust_remote_code)
 
 
 def _target_of(draft: str) -> str | None:
@@ -230,6 +223,32 @@ def _probe(checkpoint: DraftCheckpoint, target: Target, texts: Texts, cfg: Expor
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _make(
+    out: Path,
+    named: Path,
+    checkpoint: DraftCheckpoint,
+    target: Target,
+    probe: Probe | None,
+    run: RunFacts | None,
+    cfg: ExportConfig,
+) -> tuple[int, CheckReport]:
+    """Write the folder beside its place, check it, and give it its name; its size and the check it passed."""
+    part = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(part, checkpoint, target, probe, run, cfg)
+        checked = check_draft(part, ExportConfig(engines=cfg.engines))
+        checked.folder = str(named)
+        checked.check()
+        with disk_errors(out):
+            size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
+            _publish(part, out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return size, checked
 
 
 def _write(

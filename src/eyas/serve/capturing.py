@@ -92,19 +92,8 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
     Raises:
         ConfigError: an unsupported release, unreadable config, or layers that must be named and are not.
     """
-    if last not in LAST_MODES or dtype not in DTYPES:
-        choices = f"last: {', '.join(LAST_MODES)}; dtype: {', '.join(DTYPES)}"
-        raise ConfigError("unknown capture setting", f"last={last}, dtype={dtype}", choices)
-    if writers not in WRITER_MODES:
-        raise ConfigError("unknown capture setting", f"writers={writers}", f"one of {', '.join(WRITER_MODES)}")
-    if quota_bytes < 1:
-        raise ConfigError("the spool quota must be positive", f"quota_bytes={quota_bytes}")
-    if not 0 < port < 1 << 16:
-        raise ConfigError("not a port", port, "choose one from 1 to 65535")
-    installed = installed_sglang() if python is None else None if sglang_version else _sglang_of(python)
-    version = sglang_version or installed or NEWEST_TESTED
-    place = python or "this environment"
-    assumed = f"no SGLang found in {place}: the flags are for {version}; serve.sglang_version names another release"
+    _check_choices(last, dtype, writers, quota_bytes, port)
+    version, is_installed, note = _release_there(sglang_version, python)
     config = read_config(model) if not layers or Path(model).is_dir() else {}
     chosen = _chosen_layers(model, text_config(config), layers)
     settings = ServerSettings(
@@ -119,18 +108,48 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
         writer_threads=writer_threads,
         arena_bytes=arena_bytes,
     )
-    program = python or (sys.executable if installed else SOME_PYTHON)
+    program = python or (sys.executable if is_installed else SOME_PYTHON)
     # Paths that hold from whatever folder the command is pasted into.
     served = str(Path(model).resolve()) if Path(model).is_dir() else model
-    argv = (program, "-m", "sglang.launch_server", "--model-path", served, "--port", str(port))
     said = option_of(extra, "--host")
     listens = () if said is not None else ("--host", host)
     flags = _capture_flags(version, chosen, config.get("architectures"))
-    note = "" if sglang_version or installed else assumed
-    warning = exposure(host if said is None else said, extra)
-    return ServeCommand(
-        (*argv, *listens, *flags, *extra), {SETTINGS_ENV: settings.to_env()}, note=note, warning=warning
+    argv = (
+        program,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        served,
+        "--port",
+        str(port),
+        *listens,
+        *flags,
+        *extra,
     )
+    warning = exposure(host if said is None else said, extra)
+    return ServeCommand(argv, {SETTINGS_ENV: settings.to_env()}, note=note, warning=warning)
+
+
+def _check_choices(last: str, dtype: str, writers: str, quota_bytes: int, port: int) -> None:
+    if last not in LAST_MODES or dtype not in DTYPES:
+        choices = f"last: {', '.join(LAST_MODES)}; dtype: {', '.join(DTYPES)}"
+        raise ConfigError("unknown capture setting", f"last={last}, dtype={dtype}", choices)
+    if writers not in WRITER_MODES:
+        raise ConfigError("unknown capture setting", f"writers={writers}", f"one of {', '.join(WRITER_MODES)}")
+    if quota_bytes < 1:
+        raise ConfigError("the spool quota must be positive", f"quota_bytes={quota_bytes}")
+    if not 0 < port < 1 << 16:
+        raise ConfigError("not a port", port, "choose one from 1 to 65535")
+
+
+def _release_there(named: str | None, python: str | None) -> tuple[str, bool, str]:
+    """(the release that will run the command, whether SGLang was found there, what to say where it is assumed)."""
+    installed = installed_sglang() if python is None else None if named else _sglang_of(python)
+    if known := named or installed:
+        return known, installed is not None, ""
+    place = python or "this environment"
+    assumed = f"the flags are for {NEWEST_TESTED}; serve.sglang_version names another release"
+    return NEWEST_TESTED, False, f"no SGLang found in {place}: {assumed}"
 
 
 def _sglang_of(python: str) -> str | None:
