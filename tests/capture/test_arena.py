@@ -22,32 +22,26 @@ UNIT = ALIGNMENT
 )
 def test_blocks_never_overlap_and_what_has_room_fits(units: int, steps: list[int | float]) -> None:
     """A number of bytes is taken; a fraction says which of the blocks held comes back."""
-    blocks_are_sound(Ring(units * UNIT + 17), units * UNIT, steps)
-    blocks_are_sound(Segments(units * UNIT), units * UNIT, steps)
-
-
-def blocks_are_sound(ring: Ring | Segments, largest: int, steps: list[int | float]) -> None:
-    held = list[Block]()
-    for step in steps:
-        if isinstance(step, float):
-            if held:
+    largest = units * UNIT
+    for ring in (Ring(largest + 17), Segments(largest)):
+        held = list[Block]()
+        for step in steps:
+            if isinstance(step, int):
+                room, block = ring.room(), ring.take(step)
+                assert (block is not None) == (aligned(step) <= room)
+                held += [block] if block is not None else []
+                assert block is None or block.stop - block.start >= step
+            elif held:
                 ring.give_back(held.pop(int(step * len(held))))
-        else:
-            room, block = ring.room(), ring.take(step)
-            assert (block is not None) == (aligned(step) <= room)
-            if block is not None:
-                held.append(block)
-                assert block.stop - block.start >= step
-        bounds = sorted((block.start, block.stop) for block in held)
-        assert all(0 <= start < stop <= ring.capacity and start % ALIGNMENT == 0 for start, stop in bounds)
-        assert all(before[1] <= after[0] for before, after in itertools.pairwise(bounds))
-        assert len(ring) == len(held)
-        if not held:
-            assert ring.room() == largest
-    random.Random(len(steps)).shuffle(held)
-    for block in held:
-        ring.give_back(block)
-    assert ring.take(largest) is not None
+            bounds = sorted((block.start, block.stop) for block in held)
+            assert all(0 <= start < stop <= ring.capacity and start % ALIGNMENT == 0 for start, stop in bounds)
+            assert all(before[1] <= after[0] for before, after in itertools.pairwise(bounds))
+            assert len(ring) == len(held)
+            assert held or ring.room() == largest
+        random.Random(len(steps)).shuffle(held)
+        for block in held:
+            ring.give_back(block)
+        assert ring.take(largest) is not None
 
 
 @given(st.lists(st.tuples(st.integers(1, 5 * UNIT), st.integers(0, 2)), max_size=60))

@@ -436,8 +436,11 @@ def test_a_token_id_of_more_than_32_bits_is_not_cut_short() -> None:
             prompt_bytes(prompt)
 
 
-def test_nothing_is_sent_of_a_forward_without_rows_of_ours(make: Make) -> None:
+@pytest.mark.parametrize("brought", [(None, None, None), states(5)], ids=["no states", "others' states"])
+def test_nothing_is_sent_of_a_forward_without_rows_of_ours(make: Make, brought: tuple[Any, Any, Any]) -> None:
     to = make()
-    forward: Forward = to.forward(None, None, None)
+    forward: Forward = to.forward(*brought)
     forward.send()
+    assert len(to.arena.ring) == 0, "a block was taken for it"
+    assert not list(to.spool.folder.glob("*.safetensors"))
     must_be_empty(to)
