@@ -22,6 +22,7 @@ import asyncio
 import ctypes
 import datetime
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -47,6 +48,7 @@ from fleet import Options, Running, Wanted
 from prefill import plain
 from rich.console import Console
 from shapes import SHAPES, Shape
+from training_batch import REAL_ROWS
 
 from eyas.capture.contract import LAST_PARAM, REPLY_KEY, SPEC_FILE, SPEC_PARAM, RequestId, ServerHello
 from eyas.config import load
@@ -95,6 +97,16 @@ def mixed_lengths(tokens: int, longest: int, seed: int) -> list[int]:
     while sum(lengths) < tokens:
         lengths.append(round(math.exp(rng.uniform(math.log(SHORTEST), math.log(longest)))))
     return lengths
+
+
+def chat_lengths(tokens: int) -> list[int]:
+    """Lengths of real chats, of about 350 tokens in the mean, until they are `tokens` in all."""
+    lengths, total = itertools.cycle(length for length, _ in REAL_ROWS), 0
+    found: list[int] = []
+    while total < tokens:
+        found.append(next(lengths))
+        total += found[-1]
+    return found
 
 
 # --- capture ----------------------------------------------------------------------------------------------------------
@@ -313,6 +325,9 @@ class Bench:
                 case "mixed":
                     lengths = mixed_lengths(int(rate * self._args.seconds), min(LONGEST, shape.kv_tokens // 8), 5)
                     self._rounds(shape, rate, "-mixed", lengths)
+                case "short":
+                    lengths = chat_lengths(int(rate * self._args.seconds))
+                    self._rounds(shape, rate, "-short", lengths)
                 case "sustained":
                     self._sustained(shape, rate)
                 case "disk":
@@ -448,7 +463,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder on RAM disk: servers, spools, stores")
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["8b", "1b", "kimi"])
     parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=["bf16", "fp8"])
-    what = ("rounds", "mixed", "sustained", "disk", "serial", "replies")
+    what = ("rounds", "mixed", "short", "sustained", "disk", "serial", "replies")
     parser.add_argument("--what", nargs="+", choices=what, default=list(what))
     parser.add_argument("--out", type=Path, help="JSON, rewritten after each figure")
     parser.add_argument("--seconds", type=float, default=10, help="of plain prefill in a round")
