@@ -80,6 +80,7 @@ RUNS: Final[dict[str, dict[str, Any]]] = {
     "vocab-49k": {"vocab_size": 49152},
     "fp8": {"store": "fp8"},
     "last-all": {"store": "all"},
+    "eagle-3.1": {"draft": "{fc_norm: true, norm_output: true}"},
     "k3": {"steps": 3},
     "k5": {"steps": 5},
 }

@@ -9,7 +9,7 @@
 #   ours      three seeds; the learning rate is the best of lr-3e-4 lr-1e-3 lr-3e-3, which `grid` trains
 #   peers     three learning rates of each, each run alone on its GPU
 #   live      SGLang with the best of each, and without: all questions, 1, 8 and 32 at a time
-#   ablations eight runs, two on a GPU at a time
+#   ablations nine runs, two on a GPU at a time
 set -euo pipefail
 cd "$(dirname "$0")"
 W=${W:-/dev/shm/quality} LR=${LR:-3e-3}
@@ -31,7 +31,7 @@ step() {
     quality heads --gpus 0 1 && quality simulate --limit 60 --gpus 0 1 --at-once 4 ;;
   live) quality live $LIVE --questions "$QUESTIONS"/{mt_bench,gsm8k,humaneval}/question.jsonl --max-new-tokens 128 \
     --gpus 0 1 $SGLANG --flags "$FLAGS $SERVERS" --first-port 34100 ;;
-  ablations) quality train classic drop vocab-8k vocab-49k fp8 last-all k3 k5 --lr "$LR" --at-once 2 --gpus 0 1 ;;
+  ablations) quality train classic drop vocab-8k vocab-49k fp8 last-all k3 k5 eagle-3.1 --lr "$LR" --at-once 2 --gpus 0 1 ;;
   collect) quality collect --out "${OUT:-$W}/acceptance.json" --runs "${OUT:-$W}/runs.json" ;;
   *) echo "no step $1" >&2 && return 2 ;;
   esac
