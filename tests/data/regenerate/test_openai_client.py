@@ -157,3 +157,39 @@ def test_a_request_costs_no_more_among_hundreds_in_flight(stream: bool) -> None:
         few = min(cost_s(16, 64) for _ in range(2))
         many = min(cost_s(400, 800) for _ in range(2))
     assert many < 3 * few
+
+
+@pytest.mark.parametrize(
+    ("url", "through_proxy"),
+    [
+        ("https://api.example.com/v1", True),
+        ("http://127.0.0.2:9", False),
+        ("http://localhost:9", False),
+    ],
+)
+def test_a_proxy_of_the_environment_is_for_the_web_alone(
+    url: str, through_proxy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bytes] = []
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readline())
+        writer.close()
+
+    async def ask() -> None:
+        listening = await asyncio.start_server(proxy, "127.0.0.1", 0)
+        place = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, place)
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        client = OpenAIClient(url)
+        with pytest.raises((Fault, ServerAway)):
+            async with asyncio.timeout(5):
+                await client.ask(Request({"model": MODEL, "messages": []}, 2.0))
+        await client.close()
+        listening.close()
+
+    asyncio.run(ask())
+    assert bool(asked) == through_proxy
+    assert all(line.startswith(b"CONNECT api.example.com:443") for line in asked)
