@@ -74,7 +74,7 @@ BASE: Final[dict[str, Any]] = {
 RUNS: Final[dict[str, dict[str, Any]]] = {
     **{f"lr-{lr}": {"lr": lr} for lr in ("1e-4", "3e-4", "1e-3", "3e-3")},
     **{f"seed-{seed}": {"seed": seed} for seed in (1, 2)},
-    "classic": {"mask": "classic", "normaliser": "classic"},
+    "classic": {"mask": "classic", "normaliser": "classic", "store": "all"},  # it reads `last` elsewhere, too
     "drop": {"oov": "drop"},
     "vocab-8k": {"vocab_size": 8192},
     "vocab-49k": {"vocab_size": 49152},

@@ -2,13 +2,14 @@
 # The comparison of drafters on a host of two H200, in steps of a few minutes that are gone on with:
 #
 #   . /dev/shm/eyas-host/env.sh                     (benchmarks/offline_host.sh made it)
-#   MODEL=.../SmolLM2-135M-Instruct QUESTIONS=.../eval bash benchmarks/quality_h200.sh stores try ours peers live collect
+#   MODEL=.../SmolLM2-135M-Instruct QUESTIONS=.../eval bash benchmarks/quality_h200.sh stores try ours peers live fp8 ablations collect
 #
 #   stores    4.7 M tokens of the target's own answers, their states twice: `last` where ours reads it, and everywhere
 #   try       five steps of each peer: layouts are written, and what cannot run here shows at once
 #   ours      three seeds; the learning rate is the best of lr-3e-4 lr-1e-3 lr-3e-3, which `grid` trains
 #   peers     three learning rates of each, each run alone on its GPU
 #   live      SGLang with the best of each, and without: all questions, 1, 8 and 32 at a time
+#   fp8       a third store, which one of the ablations reads
 #   ablations nine runs, two on a GPU at a time
 set -euo pipefail
 cd "$(dirname "$0")"

@@ -297,7 +297,7 @@ class Forward:
             fill(span.bytes, self._recorder.spec, shares, sizes, *self._brought)
             stage.send(span)
             jobs = jobs_of(span.block, self._recorder.spec, shares, sizes)
-        except BaseException:
+        except BaseException:  # whatever it was goes on; the ring must have its bytes back
             stage.cancel(span)
             raise
         span.block.readers = len(shares)

@@ -109,25 +109,14 @@ def serve_command(  # noqa: PLR0913 - every argument is one documented choice of
         arena_bytes=arena_bytes,
     )
     program = python or (sys.executable if is_installed else SOME_PYTHON)
-    # Paths that hold from whatever folder the command is pasted into.
+    # A path that holds from whatever folder the command is pasted into.
     served = str(Path(model).resolve()) if Path(model).is_dir() else model
     said = option_of(extra, "--host")
     listens = () if said is not None else ("--host", host)
     flags = _capture_flags(version, chosen, config.get("architectures"))
-    argv = (
-        program,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        served,
-        "--port",
-        str(port),
-        *listens,
-        *flags,
-        *extra,
-    )
-    warning = exposure(host if said is None else said, extra)
-    return ServeCommand(argv, {SETTINGS_ENV: settings.to_env()}, note=note, warning=warning)
+    argv = (program, "-m", "sglang.launch_server", "--model-path", served, "--port", str(port))
+    argv, env = (*argv, *listens, *flags, *extra), {SETTINGS_ENV: settings.to_env()}
+    return ServeCommand(argv, env, note=note, warning=exposure(host if said is None else said, extra))
 
 
 def _check_choices(last: str, dtype: str, writers: str, quota_bytes: int, port: int) -> None:

@@ -77,7 +77,7 @@ class OpenAIClient:
             raise ConfigError("the API key holds characters that a key cannot have", hint="see regenerate.api_key_env")
         self._usage_on_request = True
         # A proxy for the web must not swallow requests to the next rack.
-        proxied = not _is_near(parsed.host) and bool(urllib.request.getproxies())
+        proxied = not _is_near(parsed.host) and not {parsed.scheme, "all"}.isdisjoint(urllib.request.getproxies())
         if transport is None and not proxied:
             transport = Connections(httpx.create_ssl_context(), _KEEP_ALIVE_S)
         http = httpx.AsyncClient(
