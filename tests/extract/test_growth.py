@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import io
-import itertools
-import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-import eyas
+from costs import Cost, linear, opened
 from eyas.config import load
 from eyas.data.corpus import CorpusMeta, CorpusWriter
 from eyas.extract.runner import extract, plan
@@ -25,7 +19,6 @@ from eyas.store.check import verify_store
 from eyas.store.documents import describe_store
 from eyas.store.reader import StoreDataset, StoreReader
 
-OURS = str(Path(eyas.__file__).parent)
 ROWS = 80
 #: Bytes of a shard. A large target's shards hold few rows, here one; a small target's holds all of them.
 LAYOUTS = {"many": 1, "one": 10**9}
@@ -52,55 +45,6 @@ def all_but_one(corpus: Path, store: Path, shard_bytes: int, rows: int) -> None:
     run(corpus, store, shard_bytes, f"fake.failing_rows=[{rows - 1}]")
 
 
-class Cost:
-    """Lines of this package that ran while it was entered, in any thread; bytes that went through system calls."""
-
-    def __enter__(self) -> Cost:
-        self._lines, self._bytes = itertools.count(), io_bytes()
-        self._before = sys.gettrace()
-        threading.settrace(self._call)
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-        threading.settrace(self._before)  # pyright: ignore[reportArgumentType]
-        self.lines, self.bytes = next(self._lines), io_bytes() - self._bytes
-
-    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(OURS) else None
-
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        next(self._lines)  # atomic, unlike an addition
-        return self._line
-
-
-def io_bytes() -> int:
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"]) + int(fields["wchar"])
-
-
-_opened: list[list[str]] = []  # where names go at the moment
-
-
-def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and _opened and isinstance(arguments[0], str | Path):
-        _opened[-1].append(Path(arguments[0]).name)
-
-
-sys.addaudithook(_hook)  # it stays as long as the process
-
-
-@contextmanager
-def opened() -> Iterator[list[str]]:
-    """Names of all files that are opened, by whichever thread."""
-    _opened.append([])
-    try:
-        yield _opened[-1]
-    finally:
-        _opened.pop()
-
-
 def costs(step: Step, prepare: Step | None, folder: Path, shard_bytes: int) -> list[Cost]:
     """Of ROWS rows, of twice and of four times as many."""
     found = []
@@ -112,14 +56,6 @@ def costs(step: Step, prepare: Step | None, folder: Path, shard_bytes: int) -> l
             step(corpus, store, rows)
         found.append(cost)
     return found
-
-
-def linear(counts: list[int]) -> bool:
-    """Whether going from 2n to 4n costs twice what going from n to 2n does; quadratic growth costs four times that.
-
-    What is the same for any number of rows falls out; a few thousand are what timers and threads may make of it.
-    """
-    return counts[2] - counts[1] <= 1.1 * 2 * (counts[1] - counts[0]) + 4096
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

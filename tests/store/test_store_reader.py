@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import time
 import warnings
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from store_samples import SPEC, contents, fill, open_store, row_contents, row_states, write_all, write_store
 from torch.utils.data import DataLoader
 
+from costs import opened
 from eyas.capture.contract import DTYPES, CaptureSpec
 from eyas.capture.encoding import STORED_DTYPES, decode
 from eyas.errors import IntegrityError, StoreError
@@ -205,7 +205,7 @@ def test_only_complete_shards_are_read(tmp_path):
     assert [row.row for row in StoreReader(tmp_path)] == list(range(shard.start, shard.stop))
 
 
-def test_thousands_of_shards_open_in_seconds(tmp_path):
+def test_opening_thousands_of_shards_opens_none_of_their_files(tmp_path):
     tokens = [1] * 2000
     spec = CaptureSpec((0,), "loss", "bf16", 1, 10, 2, "0" * 32)
     writer = StoreWriter.open(
@@ -228,9 +228,9 @@ def test_thousands_of_shards_open_in_seconds(tmp_path):
         writer.paths(shard).sidecar.write_bytes(sidecar)
         writer.paths(shard).final.touch()  # never opened
         os.truncate(writer.paths(shard).final, size)
-    started = time.process_time()
-    reader = StoreReader(tmp_path)
-    assert time.process_time() - started < 2
+    with opened() as names:
+        reader = StoreReader(tmp_path)
+    assert not [name for name in names if name.endswith((".safetensors", ".journal"))]
     assert len(reader) == 2000
     assert reader[0].tokens.tolist() == [1]
     assert reader[0].last.shape == (0, 1)
