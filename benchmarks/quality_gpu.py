@@ -2,22 +2,20 @@
 
     run() { python benchmarks/quality_gpu.py "$@" --work W --target MODEL --gpus 0 1; }
     run corpus --answers benchmarks/data/smollm2-answers.jsonl.xz --store loss all fp8
-    run train lr-1e-3 lr-3e-3
-    run peers specforge-1e-3 speculators-1e-3
-    run heads
+    run train lr-1e-3 lr-3e-3 specforge-1e-3 specforge-3e-3
     run simulate
-    run live --questions eval/*/question.jsonl
+    run live lr-1e-3 specforge --questions eval/*/question.jsonl
     run collect --out acceptance.json
 
 Every step is made of `eyas` commands, prints them, and is gone on with when it is called again: what is complete in W
 is left alone. `W/heads/NAME` is an exported drafter and `W/heads/NAME.json` what is known of its training.
 
     corpus   the target answers the prompts, answers become a corpus, states of it a store for each of --store
-    train    named runs of RUNS, `--at-once` on each GPU; seconds count only where it is 1
-    peers    runs of SpecForge and speculators, specforge-LR and speculators-LR, by peers/train_on_store.py
-    heads    exports drafters that other trainers left in W/peers/NAME/head
+    train    named runs of RUNS, and specforge-LR and speculators-LR by peers/train_on_store.py, each exported;
+             `--at-once` on each GPU: seconds count only where it is 1
     simulate acceptance on rows that no trainer saw
-    live     SGLang with each drafter and without: acceptance and tokens/s, by requests at a time
+    live     SGLang with each drafter and without: acceptance and tokens/s, by requests at a time; of a trainer that is
+             named, its best by `simulate`
     collect  all of it as a list
 
 `--pythonpath`, `--python`, `--sglang`, `--flags` say how SGLang runs there.
@@ -35,6 +33,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +58,10 @@ STORES: Final[dict[str, dict[str, str]]] = {
 }
 #: Rows that no trainer sees.
 HELD_OUT: Final = 0.03
+#: Trainers beside ours.
+PEERS: Final = ("specforge", "speculators")
+#: The server without a drafter.
+PLAIN: Final = "plain"
 #: Of every run, unless it says otherwise.
 BASE: Final[dict[str, Any]] = {
     "vocab_size": 16384,
@@ -177,24 +180,52 @@ def extract(args: argparse.Namespace, name: str, server: Running) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """The named runs, each exported."""
-    work: Path = args.work
-    (work / "heads").mkdir(exist_ok=True)
+    (args.work / "heads").mkdir(exist_ok=True)
 
     def run(name: str) -> Callable[[int], None]:
-        def job(gpu: int) -> None:
-            said = BASE | {"lr": args.lr, "epochs": args.epochs} | RUNS[name]
-            store = work / f"store-{said.pop('store', 'loss')}"
-            out = work / "runs" / name
-            words = ("--store", store, "--corpus", work / "corpus", "--out", out)
-            eyas("train", *words, *settings("train", said), gpu=gpu)
-            export(
-                work, name, out, args.target, gpu, training_of(out) | {"at_once": args.at_once, "settings": RUNS[name]}
-            )
+        by = train_peer if name.startswith(PEERS) else train_ours
+        return lambda gpu: by(args, name, gpu)
 
-        return job
-
-    todo = [name for name in args.names if not (work / "heads" / f"{name}.json").exists()]
+    todo = [name for name in args.names if not (args.work / "heads" / f"{name}.json").exists()]
     over_gpus(args.gpus, args.at_once, map(run, todo))
+
+
+def train_ours(args: argparse.Namespace, name: str, gpu: int) -> None:
+    work: Path = args.work
+    said = BASE | {"lr": args.lr, "epochs": args.epochs} | RUNS[name]
+    store = work / f"store-{said.pop('store', 'loss')}"
+    out = work / "runs" / name
+    eyas("train", "--store", store, "--corpus", work / "corpus", "--out", out, *settings("train", said), gpu=gpu)
+    export(work, name, out, args.target, gpu, training_of(out) | {"at_once": args.at_once, "settings": RUNS[name]})
+
+
+def train_peer(args: argparse.Namespace, name: str, gpu: int) -> None:
+    """NAME-LR by NAME's own code; NAME-LR-try is another run of the same settings."""
+    work: Path = args.work
+    trainer, _, lr = name.removesuffix("-try").partition("-")
+    out = work / "peers" / name
+    if not (out / "result.json").exists():
+        flags = {
+            "store": work / "store-all",
+            "corpus": work / "corpus",
+            "target": args.target,
+            "out": out,
+            "layout": work / f"layout-{trainer}",
+            "rows": work / "rows.txt",
+            "lr": lr,
+            "epochs": args.epochs,
+            "draft-vocab": BASE["vocab_size"],
+            "batch-tokens": BASE["batch_tokens"],
+            "steps": BASE["steps"],
+        }
+        flags |= {"max-steps": args.max_steps} if args.max_steps else {}
+        words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+        print(f"$ train_on_store.py {trainer} {shlex.join(words)}", flush=True)
+        script = Path(__file__).parent / "peers" / "train_on_store.py"
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        subprocess.run([sys.executable, script, trainer, *words], env=env, check=True)
+    known = json.loads((out / "result.json").read_text()) | {"at_once": args.at_once}
+    export(work, name, out / "head", args.target, gpu, known, settings("export", {"store": work / "store-loss"}))
 
 
 def training_of(run: Path) -> dict[str, Any]:
@@ -232,55 +263,6 @@ def export(
     (work / "heads" / f"{name}.json").write_text(json.dumps({"head": name} | known, indent=1) + "\n")
 
 
-def peers(args: argparse.Namespace) -> None:
-    """Runs of other trainers, NAME-LR, by their own code; NAME-LR-try is another run of the same settings."""
-    script, work = Path(__file__).parent / "peers" / "train_on_store.py", args.work
-
-    def run(name: str) -> Callable[[int], None]:
-        def job(gpu: int) -> None:
-            trainer, _, lr = name.removesuffix("-try").partition("-")
-            flags = {
-                "store": work / "store-all",
-                "corpus": work / "corpus",
-                "target": args.target,
-                "out": work / "peers" / name,
-                "layout": work / f"layout-{trainer}",
-                "rows": work / "rows.txt",
-                "lr": lr,
-                "epochs": args.epochs,
-                "draft-vocab": BASE["vocab_size"],
-                "batch-tokens": BASE["batch_tokens"],
-                "steps": BASE["steps"],
-            }
-            flags |= {"max-steps": args.max_steps} if args.max_steps else {}
-            words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-            print(f"$ train_on_store.py {trainer} {shlex.join(words)}", flush=True)
-            env = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
-            subprocess.run([sys.executable, script, trainer, *words], env=env, check=True)
-
-        return job
-
-    todo = [name for name in args.names if not (work / "peers" / name / "result.json").exists()]
-    over_gpus(args.gpus, args.at_once, map(run, todo))
-
-
-def heads(args: argparse.Namespace) -> None:
-    """Drafters of other trainers, in W/peers/NAME: head and result.json."""
-    (args.work / "heads").mkdir(exist_ok=True)
-    found = [result.parent for result in sorted((args.work / "peers").glob("*/result.json"))]
-    todo = [folder for folder in found if not (args.work / "heads" / f"{folder.name}.json").exists()]
-
-    def run(folder: Path) -> Callable[[int], None]:
-        def job(gpu: int) -> None:
-            known = json.loads((folder / "result.json").read_text())
-            more = settings("export", {"store": args.work / "store-loss"})
-            export(args.work, folder.name, folder / "head", args.target, gpu, known, more)
-
-        return job
-
-    over_gpus(args.gpus, 4, map(run, todo))
-
-
 def simulate(args: argparse.Namespace) -> None:
     """Acceptance on the held-out rows of the store: what chooses among learning rates."""
 
@@ -299,43 +281,57 @@ def named(work: Path) -> list[str]:
     return sorted(path.stem for path in (work / "heads").glob("*.json"))
 
 
+def best_of(work: Path, trainer: str) -> str:
+    """The trainer's drafter of the longest simulated acceptance."""
+    lengths: dict[str, float] = {}
+    for path in (work / "results").glob(f"{trainer}-*/evaluation-*-offline-simulated-*.json"):
+        found = json.loads(path.read_text())["results"]
+        lengths[path.parent.name] = next(one["accept_length"] for one in found if one["category"] == "all")
+    print(f"{trainer}: {lengths}", flush=True)
+    return max(lengths, key=lengths.__getitem__)
+
+
 # --- in servers -------------------------------------------------------------------------------------------------------
 
 
 def live(args: argparse.Namespace) -> None:
-    """All servers start together; then one at a time on each GPU is asked, those without a drafter first."""
-    work, names = args.work, args.names or named(args.work)
+    """All servers start together, spread over the GPUs; on each GPU one at a time is asked, first of all the plain one.
+
+    Another GPU's follow that one by a benchmark: they compare themselves with what it left.
+    """
+    work, gpus = args.work, args.gpus
     flags = ("--max-running-requests", str(max(args.at_a_time)), "--disable-radix-cache")
-    wanted = [Wanted("plain", args.target, flags, args.gpus[0], capture=False, chats=True)]
-    for number, name in enumerate(names):
-        gpu = args.gpus[number % len(args.gpus)]
+    names = [best_of(work, name) if name in PEERS else name for name in args.names or named(work)]
+    wanted = [Wanted(PLAIN, args.target, flags, gpus[0], capture=False, chats=True)]
+    for number, name in enumerate(names, 1):
+        gpu = gpus[number % len(gpus)]
         wanted.append(Wanted(name, args.target, flags, gpu, draft=work / "heads" / name, chats=True))
+    plain, known = work / "results" / PLAIN, {questions: threading.Event() for questions in args.questions}
+
     with fleet.started(Options.of(args), wanted, work / "servers") as running:
-        plain, without = work / "results" / "plain", running["plain"].url
-        for questions in args.questions:
-            ask(args, questions, work / "heads" / names[0], baseline=without, out=plain)
 
-        def job(number: int) -> Callable[[int], None]:
-            def run(gpu: int) -> None:
-                for name in names[number :: len(args.gpus)]:
-                    for questions in args.questions:
+        def lane(number: int) -> None:
+            for name in [PLAIN, *names][number :: len(gpus)]:
+                url, out = running[name].url, work / "results" / name
+                for questions, ended in known.items():
+                    if name == PLAIN:
+                        try:
+                            ask(args, questions, work / "heads" / names[0], baseline=url, out=out)
+                        finally:
+                            ended.set()
+                    else:
+                        ended.wait()
                         earlier = plain / f"evaluation-{questions.parent.name}-sglang-live-d0.json"
-                        out = work / "results" / name
-                        ask(args, questions, work / "heads" / name, earlier, running[name].url, out=out)
+                        ask(args, questions, work / "heads" / name, earlier, url, out=out)
 
-            return run
-
-        over_gpus(args.gpus, 1, map(job, range(len(args.gpus))))
+        with ThreadPoolExecutor(len(gpus)) as pool:
+            list(pool.map(lane, range(len(gpus))))
 
 
 def ask(
     args: argparse.Namespace, questions: Path, head: Path, baseline: str | Path, server: str = "", *, out: Path
 ) -> None:
-    said = {
-        "concurrency": json.dumps(args.at_a_time),
-        "max_new_tokens": args.max_new_tokens,
-        "out": out,
-    }
+    said = {"concurrency": json.dumps(args.at_a_time), "max_new_tokens": args.max_new_tokens, "out": out}
     words = ["evaluate", head, "--target", args.target, "--questions", questions, "--baseline-server", baseline]
     words += ["--server", server] if server else []
     more = ["--set", f"evaluate.limit={args.limit}"] if args.limit else []
@@ -355,7 +351,7 @@ def collect(args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for path in sorted((args.work / "results").glob("*/evaluation-*.json")):
         known_file = args.work / "heads" / f"{path.parent.name}.json"
-        if path.parent.name == "plain" or not known_file.exists():
+        if path.parent.name == PLAIN or not known_file.exists():
             continue
         known, found = json.loads(known_file.read_text()), json.loads(path.read_text())
         rows += [entry(known, found, result) for result in found["results"] if result["category"] == "all"]
@@ -377,7 +373,7 @@ def entry(known: dict[str, Any], found: dict[str, Any], result: dict[str, Any]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    steps = {each.__name__: each for each in (corpus, train, peers, heads, simulate, live, collect)}
+    steps = {each.__name__: each for each in (corpus, train, simulate, live, collect)}
     parser.add_argument("step", choices=list(steps))
     parser.add_argument("names", nargs="*", help="runs, or heads; default: all heads")
     parser.add_argument("--work", type=Path, required=True)

@@ -27,7 +27,6 @@ from eyas.data.prepare import PrepareReport, prepare
 from eyas.data.template import Template
 from eyas.demo.answers import ANSWERS, AnswersReport, fast_dtype, make_answers, read_prompts
 from eyas.demo.worth import CHECK, EXPORTED, Worth, export_and_measure
-from eyas.events import EVENTS_DIR
 from eyas.extract.forecast import last_rate
 from eyas.extract.runner import Summary, extract
 from eyas.report import write_report
@@ -154,7 +153,7 @@ def _stored(run: Summary, report: VerifyReport, store: Path) -> dict[str, Any]:
     return {
         "rows": run.rows_done,
         "tokens": run.tokens_done,
-        "tokens_per_s": round(last_rate(store / EVENTS_DIR) or 0.0, 1),
+        "tokens_per_s": round(last_rate(store) or 0.0, 1),
         "bytes": run.bytes,
         "failed": run.failed,
         "mismatches": len(report.problems) + len(found.mismatches),

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
 from eyas.capture.contract import CaptureSpec
-from eyas.capture.folder import read_limited
-from eyas.capture.strictjson import loads
 from eyas.data.corpus import Corpus
 from eyas.errors import ConfigError, StoreError
-from eyas.events import EVENTS_DIR
 from eyas.extract.engine import EngineInfo
+from eyas.logs import read_number, read_sessions
 from eyas.rates import human_bytes, human_time
-
-_MAX_LOG_BYTES: Final = 256 << 20  # a line every few seconds, and one for each row that failed
-_MAX_LINE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +136,7 @@ def forecast(
         missing=missing,
         free=shutil.disk_usage(_existing(root)).free,
         reserve=reserve,
-        tokens_per_s=last_rate(root / EVENTS_DIR),
+        tokens_per_s=last_rate(root),
         too_long=_over(corpus.n_tokens, info.max_row_tokens),
         max_row_tokens=info.max_row_tokens,
         too_large=_over(sizes, info.spool_bytes),
@@ -151,29 +144,11 @@ def forecast(
     )
 
 
-def last_rate(events: Path) -> float | None:
-    """Tokens/s of the latest session that an event log tells of."""
-    rates = [
-        (event["t"], event["tokens_per_s"])
-        for event in _read(events)
-        if event.get("tokens_per_s") and all(type(event.get(key)) in (int, float) for key in ("t", "tokens_per_s"))
-    ]
+def last_rate(store: Path) -> float | None:
+    """Tokens/s of the latest session that the store's logs tell of."""
+    events = (event for session in read_sessions(store) for event in session.events)
+    rates = [(event["t"], rate) for event in events if (rate := read_number(event, "tokens_per_s"))]
     return max(rates)[1] if rates else None
-
-
-def _read(events: Path) -> Iterator[dict[str, Any]]:
-    for path in sorted(events.glob("*.jsonl")) if events.is_dir() else ():
-        try:
-            lines = read_limited(path, _MAX_LOG_BYTES)[0].split(b"\n")
-        except (OSError, ValueError):
-            continue
-        for line in lines:
-            try:
-                event = loads(line, _MAX_LINE_BYTES)
-            except ValueError:
-                continue  # a torn tail: the log is for people, nothing depends on it
-            if isinstance(event, dict):
-                yield event
 
 
 def _over(values: npt.NDArray, limit: int | None) -> tuple[int, ...]:
