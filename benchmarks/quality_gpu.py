@@ -103,20 +103,25 @@ def settings(section: str, values: dict[str, Any]) -> list[str]:
     return [word for key, value in values.items() for word in ("--set", f"{section}.{key}={value}")]
 
 
-def over_gpus(gpus: Sequence[int], at_once: int, jobs: Iterable[Callable[[int], None]]) -> None:
-    """Run jobs, each told its GPU, `at_once` on each; the first failure is raised when all have ended."""
+def over_gpus(gpus: Sequence[int], at_once: int, jobs: Iterable[Callable[[int], Callable[[], None] | None]]) -> None:
+    """Run jobs, each told its GPU, `at_once` on each; the first failure is raised when all have ended.
+
+    What a job returns is called when its GPU is given to the next already.
+    """
     free: queue.Queue[int] = queue.Queue()
     for gpu in list(gpus) * at_once:
         free.put(gpu)
 
-    def one(job: Callable[[int], None]) -> None:
+    def one(job: Callable[[int], Callable[[], None] | None]) -> None:
         gpu = free.get()
         try:
-            job(gpu)
+            then = job(gpu)
         finally:
             free.put(gpu)
+        if then is not None:
+            then()
 
-    with ThreadPoolExecutor(len(gpus) * at_once) as pool:
+    with ThreadPoolExecutor(2 * len(gpus) * at_once) as pool:
         for future in [pool.submit(one, job) for job in jobs]:
             future.result()
 
@@ -182,24 +187,32 @@ def train(args: argparse.Namespace) -> None:
     """The named runs, each exported."""
     (args.work / "heads").mkdir(exist_ok=True)
 
-    def run(name: str) -> Callable[[int], None]:
+    def run(name: str) -> Callable[[int], Callable[[], None]]:
         by = train_peer if name.startswith(PEERS) else train_ours
-        return lambda gpu: by(args, name, gpu)
+
+        def job(gpu: int) -> Callable[[], None]:
+            source, known, more = by(args, name, gpu)
+            return lambda: export(args, name, source, gpu, known | {"at_once": args.at_once}, more)
+
+        return job
 
     todo = [name for name in args.names if not (args.work / "heads" / f"{name}.json").exists()]
     over_gpus(args.gpus, args.at_once, map(run, todo))
 
 
-def train_ours(args: argparse.Namespace, name: str, gpu: int) -> None:
+Trained = tuple[Path, dict[str, Any], Sequence[str]]  # what to export, what is known of it, more words of the export
+
+
+def train_ours(args: argparse.Namespace, name: str, gpu: int) -> Trained:
     work: Path = args.work
     said = BASE | {"lr": args.lr, "epochs": args.epochs} | RUNS[name]
     store = work / f"store-{said.pop('store', 'loss')}"
     out = work / "runs" / name
     eyas("train", "--store", store, "--corpus", work / "corpus", "--out", out, *settings("train", said), gpu=gpu)
-    export(work, name, out, args.target, gpu, training_of(out) | {"at_once": args.at_once, "settings": RUNS[name]})
+    return out, training_of(out) | {"settings": RUNS[name]}, ()
 
 
-def train_peer(args: argparse.Namespace, name: str, gpu: int) -> None:
+def train_peer(args: argparse.Namespace, name: str, gpu: int) -> Trained:
     """NAME-LR by NAME's own code; NAME-LR-try is another run of the same settings."""
     work: Path = args.work
     trainer, _, lr = name.removesuffix("-try").partition("-")
@@ -224,8 +237,8 @@ def train_peer(args: argparse.Namespace, name: str, gpu: int) -> None:
         script = Path(__file__).parent / "peers" / "train_on_store.py"
         env = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
         subprocess.run([sys.executable, script, trainer, *words], env=env, check=True)
-    known = json.loads((out / "result.json").read_text()) | {"at_once": args.at_once}
-    export(work, name, out / "head", args.target, gpu, known, settings("export", {"store": work / "store-loss"}))
+    known = json.loads((out / "result.json").read_text())
+    return out / "head", known, settings("export", {"store": work / "store-loss"})
 
 
 def training_of(run: Path) -> dict[str, Any]:
@@ -256,11 +269,11 @@ def training_of(run: Path) -> dict[str, Any]:
 
 
 def export(
-    work: Path, name: str, source: Path, target: Path, gpu: int, known: dict[str, Any], more: Sequence[str] = ()
+    args: argparse.Namespace, name: str, source: Path, gpu: int, known: dict[str, Any], more: Sequence[str]
 ) -> None:
-    head = work / "heads" / name
-    eyas("export", source, "--out", head, "--target", target, "--force", *more, gpu=gpu)
-    (work / "heads" / f"{name}.json").write_text(json.dumps({"head": name} | known, indent=1) + "\n")
+    head = args.work / "heads" / name
+    eyas("export", source, "--out", head, "--target", args.target, "--force", *more, gpu=gpu)
+    (args.work / "heads" / f"{name}.json").write_text(json.dumps({"head": name} | known, indent=1) + "\n")
 
 
 def simulate(args: argparse.Namespace) -> None:

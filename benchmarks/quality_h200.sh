@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The comparison of drafters on a host of two H200, in steps of a few minutes that are gone on with:
+# The comparison of drafters on a host of two H200 (GPUS=0: of one), in steps of a few minutes that are gone on with:
 #
 #   . /dev/shm/eyas-host/env.sh                     (benchmarks/offline_host.sh made it)
 #   MODEL=.../SmolLM2-135M-Instruct QUESTIONS=.../eval bash benchmarks/quality_h200.sh stores try drafters live fp8 ablations collect
@@ -13,7 +13,7 @@
 #   ablations nine runs, two on a GPU at a time
 set -euo pipefail
 cd "$(dirname "$0")"
-W=${W:-/dev/shm/quality} LR=${LR:-3e-3}
+W=${W:-/dev/shm/quality} LR=${LR:-3e-3} GPUS=${GPUS:-0 1}
 SERVERS="--mem-fraction-static 0.85 --max-total-tokens 200000 --cuda-graph-backend-prefill disabled"
 TRIED="specforge-1e-3-try speculators-1e-3-try"
 
@@ -21,18 +21,18 @@ quality() { python3 quality_gpu.py "$@" --work "$W" --target "$MODEL"; }
 # shellcheck disable=SC2086  # words are meant to be split
 step() {
   case $1 in
-  stores) quality corpus --answers data/smollm2-answers.jsonl.xz --store loss all --gpus "${GPU:-1}" \
+  stores) quality corpus --answers data/smollm2-answers.jsonl.xz --store loss all --gpus ${GPUS##* } \
     $SGLANG --flags "$FLAGS $SERVERS" --first-port 32100 ;;
-  fp8) quality corpus --store fp8 --gpus "${GPU:-1}" $SGLANG --flags "$FLAGS $SERVERS" --first-port 33100 ;;
-  try) quality train $TRIED --max-steps 5 --gpus 0 1 && rm -r "$W"/{peers,heads}/*-try* ;;
-  grid) quality train lr-3e-4 lr-1e-3 lr-3e-3 --gpus 0 1 ;;
+  fp8) quality corpus --store fp8 --gpus ${GPUS##* } $SGLANG --flags "$FLAGS $SERVERS" --first-port 33100 ;;
+  try) quality train $TRIED --max-steps 5 --gpus $GPUS && rm -r "$W"/{peers,heads}/*-try* ;;
+  grid) quality train lr-3e-4 lr-1e-3 lr-3e-3 --gpus $GPUS ;;
   drafters)
-    quality train "lr-$LR" seed-1 seed-2 {specforge,speculators}-{3e-4,1e-3,3e-3} --lr "$LR" --gpus 0 1 &&
-      quality simulate --limit 60 --gpus 0 1 --at-once 5
+    quality train "lr-$LR" seed-1 seed-2 {specforge,speculators}-{3e-4,1e-3,3e-3} --lr "$LR" --gpus $GPUS &&
+      quality simulate --limit 60 --gpus $GPUS --at-once 5
     ;;
-  live) quality live specforge "lr-$LR" speculators seed-1 seed-2 --max-new-tokens 128 --gpus 0 1 \
+  live) quality live specforge "lr-$LR" speculators seed-1 seed-2 --max-new-tokens 128 --gpus $GPUS \
     --questions "$QUESTIONS"/{mt_bench,gsm8k,humaneval}/question.jsonl $SGLANG --flags "$FLAGS $SERVERS" --first-port 34100 ;;
-  ablations) quality train classic drop vocab-8k vocab-49k fp8 last-all k3 k5 eagle-3.1 --lr "$LR" --at-once 2 --gpus 0 1 ;;
+  ablations) quality train classic drop vocab-8k vocab-49k fp8 last-all k3 k5 eagle-3.1 --lr "$LR" --at-once 2 --gpus $GPUS ;;
   collect) quality collect --out "${OUT:-$W}/acceptance.json" --runs "${OUT:-$W}/runs.json" ;;
   *) echo "no step $1" >&2 && return 2 ;;
   esac
