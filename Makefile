@@ -64,9 +64,10 @@ demo: $(VENV)/ready
 	@echo "== demo: SmolLM2-135M on this CPU, results in runs/demo"
 	@$(BIN)/eyas demo
 
+WORKERS ?= 3
 test: $(VENV)/ready $(SGLANG)/ready $(VLLM)/ready $(EYAS_CACHE)/qwen3/ready
 	@echo "== tests, the real SGLang and vLLM servers on CPU included"
-	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # tests/conftest.py has the order
+	@$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder  # tests/conftest.py has the order
 
 test-fast: $(VENV)/ready $(EYAS_CACHE)/qwen3/ready
 	@$(BIN)/pytest -m 'not sglang and not vllm and not slow'
