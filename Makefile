@@ -11,7 +11,7 @@ export EYAS_CACHE ?= $(CURDIR)/.cache
 export TOKENIZERS_PARALLELISM := false
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help demo test test-fast check docs bench releases soak clean
+.PHONY: help demo environments test test-fast check docs bench releases soak clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,8 +64,10 @@ demo: $(VENV)/ready
 	@echo "== demo: SmolLM2-135M on this CPU, results in runs/demo"
 	@$(BIN)/eyas demo
 
+environments: $(VENV)/ready $(SGLANG)/ready $(VLLM)/ready $(EYAS_CACHE)/qwen3/ready
+
 WORKERS ?= 3
-test: $(VENV)/ready $(SGLANG)/ready $(VLLM)/ready $(EYAS_CACHE)/qwen3/ready
+test: environments
 	@echo "== tests, the real SGLang and vLLM servers on CPU included"
 	@$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder  # tests/conftest.py has the order
 

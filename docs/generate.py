@@ -154,7 +154,7 @@ def _drafters(result: list[dict[str, Any]]) -> dict[str, Any]:
         + ("" if measured else " Acceptance is simulated on chains from every row, as training evaluates on its way."),
         "date": ", ".join(sorted({entry["date"][:10] for entry in result})),
         "versions": ", ".join(sorted({f"{k} {v}" for entry in result for k, v in entry["versions"].items()})),
-        "command": "python benchmarks/quality_gpu.py, step by step in benchmarks/quality_h200.sh",
+        "command": "bash benchmarks/quality_h200.sh STEP, see [quality](quality.md)",
         "rows": [{title: entry.get(key) for key, title in columns.items()} for entry in result],
     }
 
@@ -235,6 +235,8 @@ def _first_line(section: type[BaseModel]) -> str:
 def _cell(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(_cell, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_cell(each)}" for key, each in value.items())
     if not isinstance(value, float):
         return "" if value is None else str(value)
     return f"{value:,.4g}" if abs(value) < 100 else f"{value:,.0f}"
