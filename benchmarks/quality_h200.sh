@@ -27,7 +27,7 @@ step() {
   try) quality train $TRIED --max-steps 5 --gpus $GPUS && rm -r "$W"/{peers,heads}/*-try* ;;
   grid) quality train lr-3e-4 lr-1e-3 lr-3e-3 --gpus $GPUS ;;
   drafters)
-    quality train "lr-$LR" seed-1 seed-2 {specforge,speculators}-{3e-4,1e-3,3e-3} --lr "$LR" --gpus $GPUS &&
+    quality train {specforge,speculators}-{1e-3,3e-3,3e-4} "lr-$LR" seed-1 seed-2 --lr "$LR" --gpus $GPUS && # long ones first
       quality simulate --limit 60 --gpus $GPUS --at-once 5
     ;;
   live) quality live specforge "lr-$LR" speculators seed-1 seed-2 --max-new-tokens 128 --gpus $GPUS \
