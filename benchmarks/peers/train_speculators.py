@@ -28,6 +28,7 @@ tokens of the rows. Beside what the command names (the learning rate, 1e-3 there
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import importlib
 import logging
@@ -179,9 +180,11 @@ def _model(cli: Any, options: argparse.Namespace, out: Path) -> Any:
     options.token_freq_path = str(out / "token_freq.pt")
     Path(options.token_freq_path).unlink(missing_ok=True)  # it counts only where there is none
     mapping.save_token_frequency_distribution(open_table(options.data_path), options.token_freq_path)
-    for held in Path(options.data_path).glob("*2*-*.npy"):
-        held.unlink()  # as above
-    d2t, t2d, size = cli.parse_vocab_mappings(options)
+    with (Path(options.data_path) / "vocabulary.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run of the same layout may be here
+        for held in Path(options.data_path).glob("*2*-*.npy"):
+            held.unlink()  # as above
+        d2t, t2d, size = cli.parse_vocab_mappings(options)
     model = cli.build_draft_model(options, cli.SpeculatorModel.registry["eagle3"], t2d, d2t, size)
     model.verifier_norm = torch.nn.Identity()
     return model
