@@ -10,6 +10,8 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 export EYAS_CACHE ?= $(CURDIR)/.cache
 export TOKENIZERS_PARALLELISM := false
 export OMP_WAIT_POLICY := PASSIVE
+# Where it is set, each of some hundred processes would compile PyTorch anew: three seconds every time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo environments test test-fast check docs bench releases soak clean
 
@@ -66,10 +68,9 @@ demo: $(VENV)/ready
 
 environments: $(VENV)/ready $(SGLANG)/ready $(VLLM)/ready $(EYAS_CACHE)/qwen3/ready
 
-WORKERS ?= 3
 test: environments
 	@echo "== tests, the real SGLang and vLLM servers on CPU included"
-	@$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder  # tests/conftest.py has the order
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # tests/conftest.py has the order
 
 test-fast: $(VENV)/ready $(EYAS_CACHE)/qwen3/ready
 	@$(BIN)/pytest -m 'not sglang and not vllm and not slow'
