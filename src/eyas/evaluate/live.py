@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple
 import httpx
 import numpy as np
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from eyas.config import Config, EvaluateConfig
@@ -29,6 +28,7 @@ from eyas.evaluate.earlier import Earlier, check_comparable, save_answers
 from eyas.evaluate.head import Head
 from eyas.evaluate.http import Http
 from eyas.evaluate.passes import Asker, Pass
+from eyas.evaluate.progress import PromptsView
 from eyas.evaluate.questions import Question, benchmark_of, digest_of, read_questions
 from eyas.evaluate.results import ALL, Evaluation, Result, without_secrets
 from eyas.evaluate.served import NO_DRAFTS, Asking, ServedModel
@@ -253,14 +253,10 @@ async def _passes(
     setting: _Setting, server: ServedModel, conversations: Conversations, prompts: Sequence[Prompt] | None
 ) -> list[Pass]:
     """One request at a time, then the others of `evaluate.concurrency`."""
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    terminal = setting.console.is_terminal
-    with Progress(*columns, console=setting.console, transient=True, disable=not terminal) as progress:
-        task = progress.add_task("")
+    with PromptsView(setting.console) as view:
 
         def tick(done: int, total: int, concurrency: int) -> None:
-            text = f"{server.where} {'speculates' if server.depth else 'plain'}, {concurrency} at a time"
-            progress.update(task, description=text, completed=done, total=total)
+            view.count(done, total, f"{server.where}, {concurrency} at a time")
 
         asker = Asker(server, setting.asking, tick)
         first = await (asker.converse(setting.questions, conversations) if prompts is None else asker.ask(prompts, 1))

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eyas.capture.contract import field_hash, token_hash
 from eyas.config import EvaluateConfig
@@ -26,6 +25,7 @@ from eyas.evaluate.decode import Sampling, TargetModel, decode
 from eyas.evaluate.drafting import Drafting
 from eyas.evaluate.head import Head, load_drafter
 from eyas.evaluate.journal import Journal
+from eyas.evaluate.progress import PromptsView
 from eyas.evaluate.questions import benchmark_of, digest_of, read_questions
 from eyas.evaluate.results import Evaluation, PromptCounts, by_category, without_secrets
 from eyas.evaluate.walk import answers, walk
@@ -297,10 +297,9 @@ def _finish(
 
 
 def _shown(console: Console, numbers: list[int], total: int) -> Iterator[int]:
-    """The numbers, with a bar on a terminal."""
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("prompts", total=total, completed=total - len(numbers))
-        for number in numbers:
+    """The numbers, told as they are done."""
+    with PromptsView(console) as view:
+        view.count(total - len(numbers), total)
+        for left, number in zip(range(len(numbers), 0, -1), numbers, strict=True):
             yield number
-            progress.advance(task)
+            view.count(total - left + 1, total)
