@@ -29,6 +29,9 @@ def test_a_line_every_ten_seconds_with_the_time_that_is_left() -> None:
 
 
 def test_nothing_to_do_is_no_error() -> None:
-    with PromptsView(Console(file=io.StringIO())) as view:
+    now, out = [0.0], io.StringIO()
+    with PromptsView(Console(file=out), clock=lambda: now[0]) as view:
         view.count(0, 0)
+        now[0] += 11
         view.count(0, 0)
+    assert out.getvalue().split() == ["0.0%", "prompts", "0/0"]

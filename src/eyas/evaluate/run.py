@@ -300,6 +300,6 @@ def _shown(console: Console, numbers: list[int], total: int) -> Iterator[int]:
     """The numbers, told as they are done."""
     with PromptsView(console) as view:
         view.count(total - len(numbers), total)
-        for left, number in zip(range(len(numbers), 0, -1), numbers, strict=True):
+        for done, number in enumerate(numbers, total - len(numbers) + 1):
             yield number
-            view.count(total - left + 1, total)
+            view.count(done, total)
