@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +166,12 @@ def test_millions_of_positions_do_not_hold_the_scheduler_up(tmp_path: Path) -> N
     """Bounded by the prompt's length before any of them is looked at."""
     many = list(range(10_000_000))
     with recorder(tmp_path) as to, Cost() as cost:
+        tracemalloc.start()
         reply = send(to, rid(0), params={SPEC_PARAM: SPEC.spec_id, LAST_PARAM: many})
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
     assert cost.lines < 10_000
+    assert peak < 8e6  # a copy of them has 80 MB
     assert reply is not None
     assert reply.reason == Refusal.BAD_REQUEST
     assert "5000000 position runs for 5 tokens" in reply.detail
